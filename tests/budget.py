@@ -33,7 +33,7 @@ CORE = {
     "shard": ("shard", 2740),
     "disk": ("disk", 900),
     "optim": ("optim", 1957),
-    "cpu": ("cpu", 2418),
+    "cpu": ("cpu", 2451),
     "cuda": ("cuda", 1564),
     "packaging": ("packaging", 86),
     "testing": ("testing", 204),

@@ -35,6 +35,17 @@ static inline void fill(CodeMasks& masks) {
   __asm__ volatile("" : "+m"(masks));
 }
 
+// Both moments, from the same element on.
+struct CodedMoments {
+  CodedArray exp_avg, exp_avg_sq;
+
+  [[nodiscard]] CodedMoments from(std::int64_t i) const {
+    const std::int64_t block = i / kMomentBlock;
+    return {{exp_avg.codes + i, exp_avg.exponents + block},
+            {exp_avg_sq.codes + i, exp_avg_sq.exponents + block}};
+  }
+};
+
 // Of the blocks of a group, first of the first moment, then of the second.
 struct GroupExponents {
   U16x8 exponents;
@@ -56,16 +67,17 @@ struct GroupExponents {
     all_finite = (parts[0] | parts[1]) == 0;
   }
 
-  void load(const std::uint8_t* exp_avg, const std::uint8_t* exp_avg_sq) {
+  void load(const CodedMoments& moments) {
     U8x8 bytes;
-    __builtin_memcpy(&bytes, exp_avg, kTogether);
-    __builtin_memcpy(reinterpret_cast<char*>(&bytes) + kTogether, exp_avg_sq, kTogether);
+    __builtin_memcpy(&bytes, moments.exp_avg.exponents, kTogether);
+    __builtin_memcpy(reinterpret_cast<char*>(&bytes) + kTogether, moments.exp_avg_sq.exponents, kTogether);
     set(__builtin_convertvector(bytes, U16x8));
   }
-  void store(std::uint8_t* exp_avg, std::uint8_t* exp_avg_sq) const {
+  void store(const CodedMoments& moments) const {
     const U8x8 bytes = __builtin_convertvector(exponents, U8x8);
-    __builtin_memcpy(exp_avg, &bytes, kTogether);
-    __builtin_memcpy(exp_avg_sq, reinterpret_cast<const char*>(&bytes) + kTogether, kTogether);
+    __builtin_memcpy(moments.exp_avg.exponents, &bytes, kTogether);
+    __builtin_memcpy(moments.exp_avg_sq.exponents, reinterpret_cast<const char*>(&bytes) + kTogether,
+                     kTogether);
   }
 };
 
@@ -142,13 +154,15 @@ template <Codes kCodes>
 // [Note: Two sweeps over a group]
 // A weight waits for a root and a division, a code for the largest number of its block. A processor that
 // takes all of an element before the next waits with them. So the first sweep over the blocks of a group ends
-// at roots, the second one has the divisions and the codes, and each has enough to compute meanwhile.
+// at roots, the second one has the divisions, and the codes are made in the first sweep over the next group,
+// block by block before its moments take their place: each has enough to compute meanwhile.
 struct GroupScratch {
   alignas(64) float steps[kGroup];  // what is divided
   alignas(64) float roots[kGroup];
   // Moments with their noise, first those of the first moment, and the largest magnitudes.
   Words words[2 * kTogether][kUnits];
   Words largest[2 * kTogether];
+  GroupExponents exponents;  // of these moments
 };
 
 static inline void take_largest(Words::Part& largest, const Words::Part& x, bool is_first) {
@@ -156,9 +170,9 @@ static inline void take_largest(Words::Part& largest, const Words::Part& x, bool
 }
 
 // Makes the blocks that are not finite decode to NaN, by codes in memory that will be replaced.
-static void decode_to_nan(GroupExponents& group, const CodedArray& exp_avg, const CodedArray& exp_avg_sq) {
+static void decode_to_nan(GroupExponents& group, const CodedMoments& coded) {
   constexpr std::uint32_t kNan = 0x7fc0;
-  const CodedArray* const arrays[2] = {&exp_avg, &exp_avg_sq};
+  const CodedArray* const arrays[2] = {&coded.exp_avg, &coded.exp_avg_sq};
   const std::uint32_t tops[2] = {127, 255};
   for (int i = 0; i < 2 * kTogether; ++i) {
     if (group.exponents[i] != kNotFinite) continue;
@@ -174,14 +188,12 @@ template <typename Grad>
 [[gnu::always_inline]] static inline void take_moments(const AdamFactors& f, const AdamVectors& c,
                                                        const CodeMasks& masks, const GroupExponents& group,
                                                        int k, int unit, const Grad* grad, const float* weight,
-                                                       const std::uint8_t* exp_avg,
-                                                       const std::uint8_t* exp_avg_sq,
-                                                       GroupScratch& scratch) {
+                                                       const CodedMoments& coded, GroupScratch& scratch) {
   const std::int64_t begin = k * kMomentBlock + unit * kUnit;
   F32x16 m[kVectors];
   F32x16 v[kVectors];
-  decode<Codes::kSigned>(m, exp_avg + begin, group.zero_codes[k], masks);
-  decode<Codes::kUnsigned>(v, exp_avg_sq + begin, group.zero_codes[kTogether + k], masks);
+  decode<Codes::kSigned>(m, coded.exp_avg.codes + begin, group.zero_codes[k], masks);
+  decode<Codes::kUnsigned>(v, coded.exp_avg_sq.codes + begin, group.zero_codes[kTogether + k], masks);
   const F32x16 infinity = broadcast(__builtin_inff());
   for (int at = 0; at < kVectors; ++at) {
     const std::int64_t i = begin + 16 * at;
@@ -204,54 +216,73 @@ template <typename Grad>
   }
 }
 
-// Updates kTogether blocks, and fetches as many ahead, a part in each sweep: a burst would be waited for.
-template <typename Grad, typename Rounded>
-[[gnu::always_inline]] static inline void adam_group(const AdamFactors& f, const AdamVectors& c,
-                                                     const CodeMasks& masks, const Grad* grad, float* weight,
-                                                     Rounded* rounded, const CodedArray& exp_avg,
-                                                     const CodedArray& exp_avg_sq, GroupScratch& scratch) {
-  GroupExponents group;
-  group.load(exp_avg.exponents, exp_avg_sq.exponents);
-  if (!group.all_finite) [[unlikely]]
-    decode_to_nan(group, exp_avg, exp_avg_sq);
-  for (int k = 0; k < kTogether; ++k) {
-    const std::int64_t ahead = kAhead + k * kMomentBlock;
-    __builtin_prefetch(weight + ahead, 1);
-    __builtin_prefetch(weight + ahead + 16, 1);
-    for (int unit = 0; unit < kUnits; ++unit)
-      take_moments(f, c, masks, group, k, unit, grad, weight, exp_avg.codes, exp_avg_sq.codes, scratch);
-  }
-  // The exponent of a block is that of the power of two at or above all that is encoded, at least 2^-94, so
-  // that codes of zeros are 0.
+// The exponent of a block is that of the power of two at or above all that is encoded, at least 2^-94, so
+// that codes of zeros are 0.
+static inline void choose_exponents(GroupScratch& scratch) {
   U16x8 largest;
   max_of_words(largest, scratch.largest);
   U16x8 exponents = ((largest >> kBelowCode) + 7) >> (kExponent - kBelowCode);
   exponents = exponents < 33 ? U16x8{} + std::uint16_t{33} : exponents;
   exponents = exponents > kNotFinite ? U16x8{} + std::uint16_t{kNotFinite} : exponents;
-  group.set(exponents);
+  scratch.exponents.set(exponents);
+}
+
+[[gnu::always_inline]] static inline void encode_block(const GroupScratch& scratch, const CodeMasks& masks,
+                                                       int k, const CodedMoments& coded) {
+  const std::int64_t begin = k * kMomentBlock;
+  const int second = kTogether + k;
+  const std::uint32_t* const zero_codes = scratch.exponents.zero_codes;
+  encode<Codes::kSigned>(coded.exp_avg.codes + begin, zero_codes[k], scratch.words[k], masks);
+  encode<Codes::kUnsigned>(coded.exp_avg_sq.codes + begin, zero_codes[second], scratch.words[second], masks);
+}
+
+// Stores the exponents of a group whose blocks have been encoded.
+static inline void store_exponents(const GroupExponents& group, const CodedMoments& coded) {
+  group.store(coded);
+  if (group.all_finite) [[likely]]
+    return;
+  std::uint8_t* const codes[2] = {coded.exp_avg.codes, coded.exp_avg_sq.codes};
+  for (int i = 0; i < 2 * kTogether; ++i) {
+    if (group.exponents[i] == kNotFinite)
+      __builtin_memset(codes[i / kTogether] + i % kTogether * kMomentBlock, 0, kMomentBlock);
+  }
+}
+
+// Updates kTogether blocks, encodes those of the group before, and fetches as many ahead, a part in each
+// sweep: a burst would be waited for.
+template <typename Grad, typename Rounded>
+[[gnu::always_inline]] static inline void adam_group(const AdamFactors& f, const AdamVectors& c,
+                                                     const CodeMasks& masks, const Grad* grad, float* weight,
+                                                     Rounded* rounded, const CodedMoments& coded,
+                                                     bool is_first, GroupScratch& scratch) {
+  GroupExponents group;
+  group.load(coded);
+  if (!group.all_finite) [[unlikely]]
+    decode_to_nan(group, coded);
+  for (int k = 0; k < kTogether; ++k) {
+    const std::int64_t ahead = kAhead + k * kMomentBlock;
+    __builtin_prefetch(weight + ahead, 1);
+    __builtin_prefetch(weight + ahead + 16, 1);
+    if (!is_first) [[likely]]
+      encode_block(scratch, masks, k, coded.from(-kGroup));
+    for (int unit = 0; unit < kUnits; ++unit)
+      take_moments(f, c, masks, group, k, unit, grad, weight, coded, scratch);
+  }
+  if (!is_first) [[likely]]
+    store_exponents(scratch.exponents, coded.from(-kGroup));
   for (int k = 0; k < kTogether; ++k) {
     const std::int64_t begin = k * kMomentBlock;
     __builtin_prefetch(grad + begin + kAhead);
     if constexpr (sizeof(Rounded) == 2) __builtin_prefetch(rounded + begin + kAhead, 1);
-    __builtin_prefetch((k % 2 == 0 ? exp_avg.codes : exp_avg_sq.codes) + begin + kAhead, 1);
+    __builtin_prefetch((k % 2 == 0 ? coded.exp_avg.codes : coded.exp_avg_sq.codes) + begin + kAhead, 1);
     for (std::int64_t i = begin; i < begin + kMomentBlock; i += 16) {
       const F32x16 d = add(load(scratch.roots + i), c.eps);
       const F32x16 updated = updated_weight(f, c, load(scratch.steps + i), d, load(weight + i));
       store(weight + i, updated);
       if constexpr (sizeof(Rounded) == 2) store(rounded + i, updated);
     }
-    encode<Codes::kSigned>(exp_avg.codes + begin, group.zero_codes[k], scratch.words[k], masks);
-    encode<Codes::kUnsigned>(exp_avg_sq.codes + begin, group.zero_codes[kTogether + k],
-                             scratch.words[kTogether + k], masks);
   }
-  group.store(exp_avg.exponents, exp_avg_sq.exponents);
-  if (group.all_finite) [[likely]]
-    return;
-  for (int k = 0; k < kTogether; ++k) {
-    const std::int64_t i = k * kMomentBlock;
-    if (exponents[k] == kNotFinite) __builtin_memset(exp_avg.codes + i, 0, kMomentBlock);
-    if (exponents[kTogether + k] == kNotFinite) __builtin_memset(exp_avg_sq.codes + i, 0, kMomentBlock);
-  }
+  choose_exponents(scratch);
 }
 
 template <typename Grad, typename Rounded, bool kUsual>
@@ -266,13 +297,15 @@ static void adam_coded_pass(const AdamSlice& slice, std::int64_t begin, std::int
   const Grad* const grad = static_cast<const Grad*>(slice.grad);
   Rounded* const rounded = static_cast<Rounded*>(slice.rounded);
   float* const weight = slice.weight;
-  const CodedArray exp_avg = slice.coded_exp_avg;
-  const CodedArray exp_avg_sq = slice.coded_exp_avg_sq;
+  const CodedMoments coded = {slice.coded_exp_avg, slice.coded_exp_avg_sq};
   std::int64_t i = begin;
   for (; i + kGroup <= end; i += kGroup) {
-    adam_group(f, c, masks, grad + i, weight + i, kRounded ? rounded + i : nullptr,
-               CodedArray{exp_avg.codes + i, exp_avg.exponents + i / kMomentBlock},
-               CodedArray{exp_avg_sq.codes + i, exp_avg_sq.exponents + i / kMomentBlock}, scratch);
+    adam_group(f, c, masks, grad + i, weight + i, kRounded ? rounded + i : nullptr, coded.from(i), i == begin,
+               scratch);
+  }
+  if (i != begin) {
+    for (int k = 0; k < kTogether; ++k) encode_block(scratch, masks, k, coded.from(i - kGroup));
+    store_exponents(scratch.exponents, coded.from(i - kGroup));
   }
   const std::int64_t rest = end - i;
   if (rest == 0) return;
@@ -284,7 +317,7 @@ static void adam_coded_pass(const AdamSlice& slice, std::int64_t begin, std::int
   std::uint8_t last_exponents[2][kTogether] = {};
   const auto count = static_cast<std::size_t>(rest);
   const std::size_t blocks = (count + kMomentBlock - 1) / kMomentBlock;
-  const CodedArray moments[2] = {exp_avg, exp_avg_sq};
+  const CodedArray moments[2] = {coded.exp_avg, coded.exp_avg_sq};
   __builtin_memcpy(last_grad, grad + i, count * sizeof(Grad));
   __builtin_memcpy(last_weight, weight + i, count * sizeof(float));
   for (int k = 0; k < 2; ++k) {
