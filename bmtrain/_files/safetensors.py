@@ -9,9 +9,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -154,8 +154,9 @@ def write_safetensors(
     header += b" " * (-len(header) % 64)
     with AtomicFile(path) as file:
         file.write(len(header).to_bytes(8, "little") + header)
-        for tensor in tensors:
-            _write(file, tensor)
+        for tensor in map(in_host_memory, tensors):
+            if tensor.numel():
+                file.write(bytes_of(tensor))
 
 
 def write_folder(
@@ -174,18 +175,22 @@ def write_folder(
     names = ["model.safetensors"]
     if len(shares) > 1:
         names = [f"model-{i + 1:05d}-of-{len(shares):05d}.safetensors" for i in range(len(shares))]
-    for name, share in zip(names, shares, strict=True):
-        write_safetensors(folder / name, {key: table[key] for key in share}, map(read, share), metadata)
     index = folder / "model.safetensors.index.json"
+
+    def tensors(name: str, share: list[str]) -> Iterator[torch.Tensor]:
+        yield from map(read, share)
+        if len(shares) > 1 and (folder / name).exists():
+            index.unlink(missing_ok=True)  # of an earlier save: it would lead to files of both
+
+    for name, share in zip(names, shares, strict=True):
+        write_safetensors(folder / name, {key: table[key] for key in share}, tensors(name, share), metadata)
     if len(shares) > 1:
         weights = {key: name for name, share in zip(names, shares, strict=True) for key in share}
-        total = sum(_nbytes(*described) for described in table.values())
+        told = {"total_size": sum(_nbytes(*described) for described in table.values())}
         with AtomicFile(index) as file:
-            file.write(
-                json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2).encode()
-            )
-    elif index.exists():
-        index.unlink()  # of other weights: readers would follow it
+            file.write(json.dumps({"metadata": told, "weight_map": weights}, indent=2).encode())
+    # Of an earlier save: this library reads an index first, and transformers the file.
+    (index if len(shares) == 1 else folder / "model.safetensors").unlink(missing_ok=True)
 
 
 def _shares(table: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], limit: int | None) -> list[list[str]]:
@@ -204,9 +209,3 @@ def _shares(table: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], limit: int
 
 def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * dtype.itemsize
-
-
-def _write(file: BinaryIO, tensor: torch.Tensor) -> None:
-    values = in_host_memory(tensor)
-    if values.numel():
-        file.write(bytes_of(values))

@@ -59,7 +59,7 @@ def convert(
         report: called with bytes done and to do.
 
     Raises:
-        ValueError: the name of ``target`` has no known kind, or the layout is unknown.
+        ValueError: the name of ``target`` has no known kind, the layout is unknown, or both are one folder.
         UnreadableFileError: the source is damaged, not of a known kind, or has no place in the layout.
         FileExistsError: there are weights at ``target`` already.
         OSError: something cannot be read or written; nothing appears at ``target`` then.
@@ -80,6 +80,10 @@ def convert(
             "(overwrite=True, --overwrite)"
         )
     opened = open_source(Path(source))
+    if path.exists() and any(kind == own and path.samefile(folder) for own, folder in opened.replaceable):
+        raise ValueError(
+            f"target: expected another folder than the source, which is read meanwhile, got {target}"
+        )
     if layout is not None:
         opened = Relaid(opened, layout)
     read = _reporting(opened, report)
@@ -209,7 +213,6 @@ class _Progress:
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
         self._shown, self._told = -1, time.monotonic()
-        self._is_open = False  # a line without its end
         self._tensors = self._bytes = 0
 
     def __call__(self, done: int, total: int) -> None:
@@ -219,21 +222,17 @@ class _Progress:
             return
         self._shown, self._told = percent, time.monotonic()
         text = f"convert: {percent:3d} %, {done / 1e6:,.1f} of {total / 1e6:,.1f} MB"
-        self._is_open = self._is_terminal
-        print(
-            f"\r{text}" if self._is_terminal else text,
-            end="" if self._is_open else "\n",
-            file=sys.stderr,
-            flush=True,
-        )
+        begin, end = ("\r", "") if self._is_terminal else ("", "\n")
+        print(begin + text, end=end, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Ends an open line."""
-        if self._is_open:
+        if self._is_terminal and self._shown >= 0:
             print(file=sys.stderr)
 
     def report(self, target: str) -> None:
-        """Prints the written files."""
+        """Ends an open line, and prints the written files."""
+        self.close()
         count = f"{self._tensors} tensor{'' if self._tensors == 1 else 's'}"
         print(f"convert: wrote {target}: {count}, {self._bytes / 1e6:,.1f} MB", file=sys.stderr)
 
@@ -255,6 +254,5 @@ def run(options: argparse.Namespace) -> int:
         progress.close()
         print(f"bmtrain convert: {error}", file=sys.stderr)
         return 1
-    progress.close()
     progress.report(options.target)
     return 0

@@ -31,8 +31,10 @@ class Source:
         table: dtype and shape of each tensor.
         ties: further names, by the name of the tensor that they share.
         order: all names, in the order of the model.
+        replaceable: kinds and folders of targets whose files would replace files that are still to be read.
     """
 
+    replaceable: tuple[tuple[str, Path], ...] = ()
     table: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     ties: dict[str, str]
     order: list[str]
@@ -74,15 +76,16 @@ class _Safetensors(Source):
     def __init__(self, path: Path) -> None:
         self._files: dict[str, SafetensorsFile] = locate_tensors(path)
         self.table = {name: file.places[name][:2] for name, file in self._files.items()}
+        if len(set(self._files.values())) > 1:
+            self.replaceable = (("safetensors", path if path.is_dir() else path.parent),)
         self.ties, self.order = {}, list(self.table)
         for file in self._files.values():
             told = json.loads(file.metadata.get(TIES, "{}"))
             if told:
                 self.ties, self.order = dict(told["ties"]), list(told["order"])
                 break
-        if set(self.order) != set(self.table) | set(self.ties) or not set(self.ties.values()) <= set(
-            self.table
-        ):
+        names = set(self.table)
+        if set(self.order) != names | set(self.ties) or not set(self.ties.values()) <= names:
             raise UnreadableFileError(f"{path}: its note of shared tensors does not fit its tensors")
 
     def read(self, name: str) -> torch.Tensor:
@@ -130,6 +133,7 @@ class _TorchFolder(Source):
         table = read_table(path)
         self._folder = TorchFolder(path, table)
         self._folder.check_sizes()
+        self.replaceable = (("dcp", path),)
         paths = {name: tuple(told or (name,)) for name, told in table["paths"].items()}
         models = {name: told for name, told in paths.items() if told[-2:-1] == ("model",)}
         models = models or {name: told for name, told in paths.items() if len(told) == 1}
@@ -161,13 +165,11 @@ def open_source(path: Path) -> Source:
             return _Folder(path)
         if (path / METADATA).exists():
             return _TorchFolder(path)
-        found = newest(path)
-        if found is not None:
+        if (found := newest(path)) is not None:
             return _Folder(found)
         names = ("model.safetensors.index.json", "model.safetensors")
         if not any((path / name).exists() for name in names):
             raise FileNotFoundError(f"{path}: expected a checkpoint, or {' or '.join(names)}, in this folder")
         return _Safetensors(path)
-    if path.suffix == ".safetensors" or path.name.endswith(".index.json"):
-        return _Safetensors(path)
-    return _Archive(path)
+    is_safetensors = path.suffix == ".safetensors" or path.name.endswith(".index.json")
+    return _Safetensors(path) if is_safetensors else _Archive(path)

@@ -385,7 +385,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert len(set(names)) == 1
 
 
-def save_twice(folder: str) -> None:
+def save_in_turn(folder: str) -> None:
     model = bmt.BMTrainModelWrapper(torch.nn.Linear(8, 8))
     bmt.weights.save(model, folder, max_shard_size=100)
     bmt.synchronize()
@@ -402,7 +402,11 @@ def save_twice(folder: str) -> None:
     bmt.synchronize()
     assert not (Path(folder) / names[2]).exists()  # readers would believe the index
     bmt.weights.load(model, folder)
+    bmt.synchronize()
+    bmt.weights.save(model, folder, max_shard_size=100)
+    bmt.synchronize()
+    assert sorted(path.name for path in Path(folder).iterdir()) == names  # transformers reads one file first
 
 
-def test_one_file_replaces_several(tmp_path: Path) -> None:
-    run_ranks(2, save_twice, str(tmp_path))
+def test_one_file_replaces_several_and_the_other_way_round(tmp_path: Path) -> None:
+    run_ranks(2, save_in_turn, str(tmp_path))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from bmtrain.__main__ import main
 from bmtrain._files.archive import check_archive
+from bmtrain._files.safetensors import locate_tensors, write_folder
 from bmtrain.convert import convert
+from bmtrain.distributed.checkpoint.layout import newest
 from bmtrain.errors import UnreadableFileError
 
 
@@ -65,15 +69,34 @@ def test_every_way_and_back(checksums: bool, tmp_path: Path) -> None:
     finally:
         torch.serialization.set_crc32_options(known)
     assert len(list((tmp_path / "d").glob("model-*.safetensors"))) > 1
+    assert newest(tmp_path / "c") == tmp_path / "c" / "step-0000000"
     for mapped in (False, True):
         loaded = torch.load(tmp_path / "e.pt", weights_only=True, mmap=mapped)
         assert_same(loaded, state)
         assert loaded["tied"].data_ptr() == loaded["large"].data_ptr()
-    convert(tmp_path / "f", tmp_path / "g.pt")
+    convert(tmp_path / "f", tmp_path / "f2", "dcp")
+    convert(tmp_path / "f2", tmp_path / "g.pt")
     assert_same(torch.load(tmp_path / "g.pt"), state)
     check_archive(tmp_path / "e.pt")
     with zipfile.ZipFile(tmp_path / "e.pt") as archive:
         assert archive.testzip() is None
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("key", ["model", None])
+def test_a_folder_of_torch(key: str | None, tmp_path: Path) -> None:
+    """A state dict under the key that FSDP2 examples use, or by itself."""
+    state = {name: torch.randn(5, 3) for name in ("weight", "layers.0.weight")}
+    dcp.save({key: state} if key else state, checkpoint_id=tmp_path / "a", no_dist=True)
+    convert(tmp_path / "a", tmp_path / "b.pt")
+    assert_same(torch.load(tmp_path / "b.pt"), state)
+
+
+def test_progress_is_counted_in_bytes(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(5, 3), "b": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "a.pt")
+    told: list[tuple[int, int]] = []
+    convert(tmp_path / "a.pt", tmp_path / "b.pt", report=lambda *numbers: told.append(numbers))
+    assert told == [(60, 64), (64, 64)]
 
 
 def test_records_are_aligned(tmp_path: Path) -> None:
@@ -102,6 +125,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "none.pt" in capsys.readouterr().err
 
 
+def test_the_command_on_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"a": torch.ones(50_000), "b": torch.ones(150_000)}, tmp_path / "a.pt")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]) == 0
+    line = "\rconvert:  25 %, 0.2 of 0.8 MB\rconvert: 100 %, 0.8 of 0.8 MB\n"
+    assert capsys.readouterr().err == f"{line}convert: wrote {tmp_path / 'b.pt'}: 2 tensors, 0.8 MB\n"
+
+
 def test_damaged_sources_are_refused_and_nothing_appears(tmp_path: Path) -> None:
     torch.save(make_state(), tmp_path / "a.pt")
     convert(tmp_path / "a.pt", tmp_path / "b.safetensors")
@@ -113,7 +146,48 @@ def test_damaged_sources_are_refused_and_nothing_appears(tmp_path: Path) -> None
     (tmp_path / "a.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:-50])
     with pytest.raises(UnreadableFileError, match="damaged"):
         convert(tmp_path / "a.pt", tmp_path / "out.pt")
+    torch.save({"weight": torch.ones(3), "step": 3}, tmp_path / "a.pt")
+    with pytest.raises(UnreadableFileError, match="expected names to tensors"):
+        convert(tmp_path / "a.pt", tmp_path / "out.pt")
     assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "dcp"])
+def test_a_folder_is_not_converted_into_itself(kind: str, tmp_path: Path) -> None:
+    """Its files would be replaced while others are read."""
+    state = make_state()
+    torch.save(state, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b", kind, max_shard_size=100_000)
+    for source in (tmp_path / "b", *(tmp_path / "b").glob("*.json")):
+        with pytest.raises(ValueError, match="another folder than the source"):
+            convert(source, tmp_path / "." / "b", kind, max_shard_size=200_000, overwrite=True)
+    convert(tmp_path / "b", tmp_path / "c.pt")
+    assert_same(torch.load(tmp_path / "c.pt"), state)
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_a_failed_save_to_a_folder_leaves_no_mixture(failing: int, tmp_path: Path) -> None:
+    names = [f"layers.{number}" for number in range(4)]
+    table = dict.fromkeys(names, (torch.float32, (25,)))
+
+    def save(value: int, failing: int) -> None:
+        def read(name: str) -> torch.Tensor:
+            if name in names[failing:]:
+                raise MemoryError
+            return torch.full((25,), float(value))
+
+        write_folder(tmp_path, table, read, {}, 200)
+
+    save(0, 4)
+    with pytest.raises(MemoryError):
+        save(1, failing)
+    if failing < 2:  # nothing has been replaced
+        assert [int(file.read(name)[0]) for name, file in locate_tensors(tmp_path).items()] == [0] * 4
+    else:
+        with pytest.raises(OSError):
+            locate_tensors(tmp_path)
+    save(1, 4)
+    assert [int(file.read(name)[0]) for name, file in locate_tensors(tmp_path).items()] == [1] * 4
 
 
 @pytest.mark.parametrize(
