@@ -165,6 +165,27 @@ def test_virtual_shards_have_the_same_samples_on_any_number_of_ranks() -> None:
     assert [number for number, _ in found[0]] == list(range(16))
 
 
+def resumed_steps(first: int, state: dict[str, int] | None, steps: int) -> tuple[list[Any], dict[str, int]]:
+    batches = bmt.data.loader(range(SIZE), 3, seed=4)
+    if state is not None:
+        batches.load_state_dict(state)
+    ahead, found = chain.from_iterable(batches for _ in range(2)), []
+    for step in range(first, first + steps):
+        found += [(step * 4 + shard.index, next(ahead).tolist()) for shard in bmt.virtual_shards(step)]
+    return found, batches.state_dict()
+
+
+def test_virtual_shards_go_on_in_the_middle_of_an_epoch_on_another_number_of_ranks() -> None:
+    init = {"virtual_shards": 4}
+    [whole] = run_ranks(1, virtual_steps, 4, init=init)
+    for before, after in ((1, 2), (4, 3)):
+        first = run_ranks(before, resumed_steps, 0, None, 2, init=init)
+        assert all(state == first[0][1] for _, state in first)
+        second = run_ranks(after, resumed_steps, 2, first[0][1], 2, init=init)
+        found = {number: batch for own, _ in (*first, *second) for number, batch in own}
+        assert sorted(found.items()) == whole
+
+
 class Stream(IterableDataset[int]):
     """Has no length."""
 

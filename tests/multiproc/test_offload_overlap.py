@@ -9,6 +9,7 @@ import os
 import pickle
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -292,6 +293,27 @@ def differing_held(dtype: torch.dtype) -> list[str]:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_was_held_before_the_step_is_up_to_date_after_it(dtype: torch.dtype) -> None:
     assert run_ranks(2, differing_held, dtype, timeout=300) == [[]] * 2
+
+
+def left_alone(dtype: torch.dtype) -> int:
+    """Nobody asks for anything after a step until the workers have computed all of it."""
+    model, optimizer, x = build(dtype, True)
+    num_updates = 0
+    for _ in range(2):  # the second time the workers are there already, and asleep
+        backward(model, x)
+        optimizer.step()
+        updates = {vars(p)["_pending"].update for p in model.parameters() if "_pending" in vars(p)}
+        num_updates += len(updates)
+        deadline = time.monotonic() + 60
+        while any(update.state != _C.OffloadUpdate.State.DONE for update in updates):
+            assert time.monotonic() < deadline, [update.state for update in updates]
+            time.sleep(0.001)
+    return num_updates
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_updates_start_by_themselves(dtype: torch.dtype) -> None:
+    assert all(run_ranks(2, left_alone, dtype))
 
 
 def fail_in_the_worker() -> str:
