@@ -19,10 +19,10 @@ PYTHON = {
     "watch": ("_watch", 1951),
     "ranks": ("_ranks global_var nccl synchronize utils", 4243),
     "shards": ("_shards parameter", 1885),
-    "engine": ("_engine", 8300),
+    "engine": ("_engine", 8306),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5691),
     "files": ("_files dcp distributed store weights", 4653),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10049),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10053),
     "survive": ("_survive survive", 2098),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_843),
 }

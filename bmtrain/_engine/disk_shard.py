@@ -192,6 +192,7 @@ class StoredShard:
             return
         if self.buffer.gradient_shard is not None:
             self.rest_gradients()
+            self.tier.note_return(self)
             self.fetch_gradients()
             array.arrive()
         elif array.memory is None:

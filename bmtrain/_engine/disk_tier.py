@@ -134,6 +134,11 @@ class DiskTier:
         self._leaving.append(gradients)
         self.settle(LEAVING)
 
+    def note_return(self, gradients: _Gradients) -> None:
+        """Called when another reduction adds to gradients that were written: their memory is in use again."""
+        with suppress(ValueError):
+            self._leaving.remove(gradients)
+
     def settle(self, number: int = 0) -> None:
         """Waits until all gradients are written, except for ``number`` blocks."""
         while len(self._leaving) > number:

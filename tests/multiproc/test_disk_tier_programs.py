@@ -256,6 +256,24 @@ def mixed(places: dict[str, Any]) -> list[torch.Tensor]:
     return [*(loss.detach() for loss in losses), *values_of(model, [optimizer])]
 
 
+def recurring(places: dict[str, Any]) -> list[torch.Tensor]:
+    """Backwards that come back to a block whose gradients are being written."""
+    model = built(places)
+    optimizer = ADAM(model.parameters(), lr=0.01)
+    losses = []
+    for early in (False, True):
+        manager = managed(optimizer, step_in_backward=early)
+        for step, order in enumerate([(0, 1, 2, 0), (0, 1, 0), (4, 3, 2, 1, 0, 1, 2, 3, 4)]):
+            manager.zero_grad()
+            x = batch(step) @ model.first
+            for number in order:
+                x = model.layers[number](x)
+            losses.append(x.square().mean())
+            manager.backward(losses[-1])
+            manager.step()
+    return [*(loss.detach() for loss in losses), *values_of(model, [optimizer])]
+
+
 PROGRAMS: list[Callable[[dict[str, Any]], list[torch.Tensor]]] = [
     low_rank,
     frozen,
@@ -269,6 +287,7 @@ PROGRAMS: list[Callable[[dict[str, Any]], list[torch.Tensor]]] = [
     evaluated,
     failed,
     mixed,
+    recurring,
 ]
 
 

@@ -258,6 +258,10 @@ class OnDisk(Place):
             with failing_together("parameters and gradients on disk"):
                 drives.check()
             engine.lagging_steps += self._is_used
+        else:
+            parameters: list[Any] = [update.param for part in mine for update in part.updates]
+            for block in {p._block.runtime() for p in parameters}:
+                block.drop_gathered()  # ahead; later, its memory would be written over the update
         self._inner.apply(list(others), states, is_early=is_early)
         self.owner_bytes = self._inner.owner_bytes
         try:
