@@ -19,12 +19,12 @@ import bmtrain
 
 ROOT = Path(bmtrain.__file__).resolve().parents[1]
 #: Ceilings. A commit that raises one gives the reason in its message.
-FILES, LINES = 14, 2991
+FILES, LINES = 14, 2999
 #: Files of the core before a transport, by folder; features that a plain call does not use are left out (shards in
 #: memory of the host, virtual shards). And their ceilings.
 CORE = ("csrc/shard/*", "csrc/comm/communicator.*")
 FEATURES = ("host_lane", "tree_sum")
-CORE_FILES, CORE_LINES = 14, 2814
+CORE_FILES, CORE_LINES = 14, 2821
 #: Steps in which the order of calls is learnt, before the one that is measured.
 LEARNING_STEPS = 2
 

@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Storey, from the bottom, or folder -> what belongs to it, and its ceiling. A commit that raises a ceiling gives the
 #: reason in its message.
 PYTHON = {
-    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2629),
+    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2646),
     "watch": ("_watch", 1951),
     "ranks": ("_ranks global_var nccl synchronize utils", 4243),
     "shards": ("_shards parameter", 1885),
-    "engine": ("_engine", 8306),
+    "engine": ("_engine", 8314),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5691),
     "files": ("_files dcp distributed store weights", 4653),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10053),
@@ -30,7 +30,7 @@ CORE = {
     "bindings": (". bindings ops", 1514),
     "common": ("common", 973),
     "comm": ("comm", 6793),
-    "shard": ("shard", 2740),
+    "shard": ("shard", 2747),
     "disk": ("disk", 900),
     "optim": ("optim", 1957),
     "cpu": ("cpu", 2451),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Hashable, Iterable
+from collections import Counter
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -36,7 +37,23 @@ def storage_references(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
 
-def with_their_bases(tensors: Iterable[Any], replacements: dict[int, Any]) -> dict[int, Any]:
-    """Replacements, by identity, of tensors that are views of replaced ones: the same views of the replacements."""
-    views = [t for t in tensors if t._is_view() and id(t._base) in replacements and t.grad_fn is not None]
-    return {id(view): view._view_func(replacements[id(view._base)]) for view in views}
+def with_shared_bases(tensors: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the tensors, and then the bases of several of them, other than ``leaves``."""
+    bases: list[Any] = [t._base for t in tensors if t._is_view() and t.grad_fn is not None]
+    if len(bases) < 2:
+        return tensors
+    known = {*map(id, tensors), *map(id, leaves)}
+    shared = {id(b): b for b, count in Counter(bases).items() if count > 1 and b.requires_grad}
+    return [*tensors, *(base for key, base in shared.items() if key not in known)]
+
+
+def take_views_again(tensors: list[Any], outer: list[Any], bases: dict[int, torch.Tensor]) -> None:
+    """Makes ``outer``, aliases of ``tensors``, views of ``bases``, by identity, where these are views, or leaves there.
+
+    Autograd needs the views, to know of writes to one of several tensors that share memory.
+    """
+    for index, tensor in enumerate(tensors):
+        if tensor.is_leaf and id(tensor) in bases:
+            outer[index] = bases[id(tensor)].view_as(tensor)
+        elif tensor._is_view() and tensor.grad_fn is not None and id(tensor._base) in bases:
+            outer[index] = tensor._view_func(bases[id(tensor._base)])

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from .._base.tensors import with_their_bases
+from .._base.tensors import take_views_again, with_shared_bases
 from .._base.tree import distinct, has_containers, replace_arguments, replace_tensors, tensors_of
 from .._C import GraphRoots, attach_island, find_older_node, next_node_number, write_products_in_place
 from .block_state import BlockState
@@ -74,10 +74,11 @@ class BlockCall:
     """One forward of a block, with the state that its backward needs.
 
     Attributes:
-        inputs: outer tensors that require grad, each once.
+        inputs: outer tensors that require grad, each once, during the forward.
         leaves: the same, detached: where the island begins.
         inner: the tensors that the forward gets in their places: the leaves, if no part changes `enter`.
         outputs: inner results that require grad (or their edges in the graph), each once: where the island ends.
+        num_visible: number of outputs but common bases of results, which come last.
         roots: the roots of the graph, if outputs have left it.
         trains: for each buffer, which parameters required grad.
         has_state: whether the arguments hold objects that can be written to.
@@ -96,6 +97,7 @@ class BlockCall:
         self.leaves: list[torch.Tensor] = []
         self.inner: list[torch.Tensor] = []
         self.outputs: list[Any] = []
+        self.num_visible = 0
         self.roots: GraphRoots | None = None
         self.trains: list[list[bool]] = []
         self.has_state = False
@@ -122,10 +124,7 @@ class BlockCall:
             result = self._gathered_run(inner_args, inner_kwargs)
             if self.outputs:
                 self._refuse_foreign_history(first_node)
-                inner = self.outputs
-                outer.update(zip(map(id, inner), self._attach(), strict=True))
-                if len(inner) > 1:  # autograd has to know of writes to one of two that share memory
-                    outer.update(with_their_bases(inner, outer))
+                outer.update(zip(map(id, self.outputs), self._attach(), strict=True))
                 result = replace_tensors(result, lambda tensor: outer.get(id(tensor), tensor))
         finally:
             if self.has_state:
@@ -133,6 +132,7 @@ class BlockCall:
                 replace_tensors((args, list(kwargs.values())), lambda tensor: known.get(id(tensor), tensor))
         for part in reversed(self.parts):
             part.after_forward(self, outer)
+        self.inputs = []  # a write of a result to one of them would make a cycle with the caller's graph
         return result
 
     def _detach(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -195,7 +195,8 @@ class BlockCall:
                 for tensor in tensors_of((args, kwargs))
                 if tensor.requires_grad and id(tensor) not in known
             )
-        return outputs
+        self.num_visible = len(outputs)
+        return with_shared_bases(outputs, leaves) if len(outputs) > 1 else outputs
 
     def _refuse_foreign_history(self, first_node: int) -> None:
         node = find_older_node(self.outputs, first_node)
@@ -211,8 +212,16 @@ class BlockCall:
         # end of a backward autograd waits for the streams of the leaves that it has reached.
         inputs = self.inputs or [torch.empty(0, requires_grad=True, device=self.engine.device)]
         self.block.open_calls.add(self)
-        attached = self.take_out(self)
+        inner, attached = self.outputs, self.take_out(self)
+        given = dict(zip(map(id, self.inner), self.inputs, strict=True))
+        if has_views := any(map(torch.Tensor._is_view, inner)) or not given.keys().isdisjoint(map(id, inner)):
+            given |= dict(list(zip(map(id, inner), attached, strict=True))[self.num_visible :])
+            take_views_again(inner, attached, given)
         attach_island(attached, inputs, self.backward)
+        if has_views:  # hooks of a visible base see what comes to its views
+            take_views_again(
+                inner, attached, dict(zip(map(id, inner[: self.num_visible]), attached, strict=False))
+            )
         return attached
 
     # ---- backward
@@ -315,8 +324,7 @@ class BlockCall:
     def _spend(self) -> None:
         self.is_spent = True
         self.block.open_calls.discard(self)
-        self.outputs, self.inputs, self.leaves, self.inner, self.parts = [], [], [], [], []
-        self.roots = None
+        self.outputs, self.leaves, self.inner, self.parts, self.roots = [], [], [], [], None
 
 
 class NoAutocastCache:

@@ -51,7 +51,7 @@ class Offload(Part):
             return
         self._unchanged.check()  # the forward itself may have written to them
         call.outputs = [get_gradient_edge(x) if isinstance(x, torch.Tensor) else x for x in call.outputs]
-        call.inputs, call.inner = [], []
+        call.inner = []
         self._stack.push(self._host)
 
     def before_backward(self, call: BlockCall) -> None:

@@ -8,6 +8,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 
 #include <unordered_map>
@@ -115,7 +116,13 @@ void attach_island(const std::vector<at::Tensor>& outputs, const std::vector<at:
   const auto node = NodeTraits<NodePtr>::make<IslandNode>(std::move(backward));
   node->set_next_edges(torch::autograd::collect_next_edges(inputs));
   for (at::Tensor output : outputs) {
-    torch::autograd::create_gradient_edge(output, node);
+    if (output.is_view()) {  // a write to one starts at the first output of a node
+      const auto passage = NodeTraits<NodePtr>::make<torch::autograd::Identity>();
+      passage->add_next_edge({node, node->add_input_metadata(output)});
+      torch::autograd::create_gradient_edge(output, passage);
+    } else {
+      torch::autograd::create_gradient_edge(output, node);
+    }
   }
 }
 

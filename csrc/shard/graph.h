@@ -105,8 +105,8 @@ class IslandShore {
 
 using Gradients = std::vector<at::Tensor>;  // undefined: none
 
-/// Makes `outputs`, which have no history, the results of one node of the graph that `inputs` are in.
-/// `backward`: gradients of the outputs -> gradients of the inputs, one for each or none at all.
+/// Makes `outputs`, which have no history or are views, the results of one node of the graph that `inputs`
+/// are in. `backward`: gradients of the outputs -> gradients of the inputs, one for each or none at all.
 void attach_island(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
                    std::function<Gradients(const Gradients&)> backward);
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import itertools
+import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -280,6 +283,73 @@ def views_of_results(use_checkpoint: bool) -> None:
 @pytest.mark.parametrize("use_checkpoint", [True, False])
 def test_writes_to_a_result_reach_its_views(world: int, use_checkpoint: bool) -> None:
     run_ranks(world, views_of_results, use_checkpoint)
+
+
+ALIASES: dict[str, Callable[[torch.Tensor, torch.Tensor, list[Any]], Any]] = {
+    "overlapping": lambda x, y, kept: (y[:2], y[1:]),
+    "same": lambda x, y, kept: (y.view(-1), y.t()),
+    "beside a container": lambda x, y, kept: kept.append(y[:2]) or (y[1:], y * 3),  # type: ignore[func-returns-value]
+    "apart": lambda x, y, kept: (y[:, 0], y[:, 1]),
+    "argument": lambda x, y, kept: (x, y),
+    "argument alone": lambda x, y, kept: (x,),
+    "of the argument": lambda x, y, kept: (x[1:], y, x.t()),
+}
+
+
+class Aliasing(torch.nn.Module):
+    def __init__(self, alias: str) -> None:
+        super().__init__()
+        self.linear, self.alias = torch.nn.Linear(2, 2), alias
+
+    def forward(self, x: torch.Tensor, kept: list[Any]) -> Any:
+        return ALIASES[self.alias](x, self.linear(torch.ones(3, 2)) * 2 + self.linear.weight[0], kept)
+
+
+def aliases_of_one_tensor(use_checkpoint: bool) -> None:
+    for alias, written in itertools.product(ALIASES, range(4)):
+        plain, inner = twins(lambda alias=alias: Aliasing(alias))  # type: ignore[misc]
+        block = bmt.Block(inner, use_checkpoint=use_checkpoint)
+        gradients = []
+        for module, count in ((plain, 1), (block, bmt.world_size())):
+            x, kept = torch.linspace(-1, 1, 6).view(3, 2).requires_grad_(), []  # type: ignore[var-annotated]
+            hidden = x * 1
+            results = [*module(hidden, kept), *kept, hidden]
+            if written < len(results):
+                results[written].mul_(results[written].detach().sin() + 2)
+            loss = sum(tensor.square().sum() for tensor in results) / count
+            if module is block and use_checkpoint and hidden._version and alias != "argument alone":
+                with pytest.raises(RuntimeError, match="argument 0.*modified in place"):
+                    loss.backward()
+                break  # the second run would get another argument
+            loss.backward()
+            gradients.append(x.grad * count)
+        else:
+            torch.testing.assert_close(*gradients, msg=f"{alias}, {written}")
+            if alias != "argument alone":  # of which parameters get no gradient
+                check_gradients(plain, block, tolerance=1e-5)
+
+
+def written_without_backward() -> None:
+    for use_checkpoint in (True, False):
+        block = bmt.Block(twins(lambda: Aliasing("argument"))[1], use_checkpoint=use_checkpoint)
+        hidden = torch.ones(3, 2, requires_grad=True) * 1
+        same, other = block(hidden, [])
+        same.mul_(2)
+        hidden.add_(other)
+        gone = weakref.ref(hidden)
+        del hidden, same, other
+        gc.collect()
+        assert gone() is None
+
+
+def test_writes_to_an_argument_leave_nothing_behind() -> None:
+    run_ranks(1, written_without_backward)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+def test_writes_to_a_result_reach_others_in_its_memory(world: int, use_checkpoint: bool) -> None:
+    run_ranks(world, aliases_of_one_tensor, use_checkpoint)
 
 
 @pytest.mark.parametrize("body", [structures, one_object_twice])
