@@ -235,6 +235,39 @@ def check_recorded_in_pipeline(loss_of: str) -> None:
             assert_close(entry["grad"], expected["grad"], entry["summary_name"])
 
 
+class WithoutBatch(DistributedRecording):
+    """Records what has no row for each sample, in so many calls."""
+
+    calls_left = 100
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls_left -= 1
+        if self.calls_left >= 0:
+            record_tensor(self.weight.norm(), "norm", group="weight")
+            record_tensor(self.weight[:3, 0], "column", group="weight")
+        return x @ self.weight
+
+
+def check_without_batch() -> None:
+    modules = [WithoutBatch(torch.randn(DIM, DIM)) for _ in range(2)]
+    layers = bmt.PipelineTransformerBlockList(modules)
+    x = torch.randn(3, DIM, requires_grad=True)
+    with inspect_tensor() as inspector:
+        layers(x).sum().backward()
+    for index, layer in enumerate(modules):
+        weight = bmt.parameter.full_value(layer._parameters["weight"])
+        for name, expected in (("norm", weight.norm()), ("column", weight[:3, 0])):
+            found = inspector.get_tensor(name, group="weight", index=index)
+            assert torch.equal(found, expected) and not found.requires_grad, (index, name)
+    modules[1].calls_left = 1
+    with inspect_tensor(), pytest.raises(ValueError, match="stage 1 .* recorded other tensors in some"):
+        layers(x)
+
+
+def test_tensors_without_a_batch_are_recorded_once_in_a_pipeline() -> None:
+    run_ranks(2, check_without_batch, init={"pipe_size": 2, "num_micro_batches": 3})
+
+
 @pytest.mark.parametrize("world", (1, 2))
 def test_statistics_over_ranks(world):
     run_ranks(world, check_statistics)
