@@ -145,6 +145,28 @@ def test_freezing_while_gradients_wait_is_as_freezing_between_backwards(frozen: 
         run_ranks(2, trained_in_turn, frozen, *flags, level)
 
 
+def dropped_and_frozen(dropped: str, level: int) -> None:
+    model = Model(policy=bmt.BlockPolicy(level=level))
+    twin = copy.deepcopy(model)
+    x = torch.randn(2, DIM)
+    for net, waiting in ((twin, nullcontext), (model, bmt.no_sync)):
+        param = dict(net.named_parameters())[dropped]
+        with waiting():
+            net(x).backward()
+        param.grad = None
+        param.requires_grad_(False)
+        net(2 * x).backward()
+        assert param.grad is None
+    for (name, param), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, other.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("dropped", ["layers.1.weight", "head.weight"])
+def test_a_dropped_gradient_of_a_frozen_parameter_stays_none(dropped: str, level: int):
+    run_ranks(2, dropped_and_frozen, dropped, level)
+
+
 def of_two_models(zero_grad_of: str) -> None:
     waiting, other = Model(), Model()
     optimizers = {

@@ -213,6 +213,21 @@ def test_gradients_are_those_of_the_whole_batch(dtype):
         )
 
 
+def of_frozen() -> None:
+    run = Run("float32")
+    frozen = {name for name, _ in run.model.named_parameters() if name.endswith("up.bias")}
+    batch = torch.randint(VOCAB, (2 * SHARDS, SEQ), generator=torch.Generator().manual_seed(0))
+    for name, p in run.model.named_parameters():
+        p.requires_grad_(name not in frozen)
+    for shard in bmt.virtual_shards(0):
+        run.manager.backward(run.model(shard.of(batch)))
+    assert {name for name, p in run.model.named_parameters() if p.grad is None} == frozen
+
+
+def test_a_frozen_parameter_among_others_gets_no_gradient() -> None:
+    run_ranks(2, of_frozen, init={"virtual_shards": SHARDS})
+
+
 def misuse() -> None:
     run = Run("float32")
     batch = torch.zeros(2 * SHARDS, SEQ, dtype=torch.long)
