@@ -155,7 +155,6 @@ class _Batches(Sampler[list[int]]):
         self, num_samples: int, batch_size: int, parts: int, mine: Sequence[int], seed: int, shuffle: bool
     ) -> None:
         self.num_samples = num_samples
-        self.batch_size = batch_size
         self.parts = parts
         self.mine = mine
         self.seed = seed

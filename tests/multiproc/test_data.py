@@ -193,24 +193,57 @@ class Stream(IterableDataset[int]):
         return iter(range(SIZE))
 
 
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return SIZE
+
+
 def refused() -> None:
-    with pytest.raises(TypeError, match=r"length and indices, got Stream.*dp_rank"):
-        bmt.data.loader(Stream(), 4)
+    for stream in (Stream(), SizedStream()):
+        with pytest.raises(TypeError, match=r"length and indices, got (Sized)?Stream.*dp_rank"):
+            bmt.data.loader(stream, 4)
     with pytest.raises(TypeError, match="sampler: the loader decides"):
         bmt.data.loader(range(SIZE), 4, sampler=None)
     with pytest.raises(ValueError, match="at least 80 samples, 40 for each of 2 ranks.*got 50"):
         bmt.data.loader(range(SIZE), 40)
     with pytest.raises(ValueError, match="batch_size: expected at least 1"):
         bmt.data.loader(range(SIZE), 0)
+    assert len(bmt.data.loader(range(80), 40)) == 1
     state = bmt.data.loader(range(SIZE), 4, seed=1).state_dict()
+    with pytest.raises(ValueError, match="seed"):
+        bmt.data.loader(range(SIZE), 4, seed=1).load_state_dict({"epoch": 0, "samples": 0})
     with pytest.raises(ValueError, match="expected the seed .* 2, got 1"):
         bmt.data.loader(range(SIZE), 4, seed=2).load_state_dict(state)
     with pytest.raises(ValueError, match="expected the size .* 40, got 50"):
         bmt.data.loader(range(40), 4, seed=1).load_state_dict(state)
 
+    with pytest.raises(RuntimeError, match="expected init_distributed"):
+        bmt.batches(range(SIZE), 4)
+
 
 def test_what_cannot_be_loaded_is_refused() -> None:
     run_ranks(2, refused)
+
+
+def refused_by_step() -> None:
+    with pytest.raises(TypeError, match="length and indices, got Stream"):
+        bmt.batches(Stream(), 4)
+    with pytest.raises(ValueError, match="batch_size: expected at least 1"):
+        bmt.batches(range(SIZE), 0)
+    with pytest.raises(
+        ValueError, match="at least 80 samples, 20 for each of 4 ranks or virtual shards, got 50"
+    ):
+        bmt.batches(range(SIZE), 20)
+    assert len(bmt.batches(range(80), 20)) == 1
+    with pytest.raises(ValueError, match="step: expected at least 0"):
+        bmt.batches(range(80), 20)[-1]
+    with pytest.raises(ValueError, match="start: expected at least 0"):
+        bmt.batches(range(80), 20).sampler(-1)
+    assert next(bmt.batches(range(80), 20, shuffle=False).sampler())[:3] == [0, 4, 8]
+
+
+def test_batches_by_step_that_cannot_be_are_refused() -> None:
+    run_ranks(1, refused_by_step, init={"virtual_shards": 4})
 
 
 def by_step(steps: int) -> tuple[dict[tuple[int, int], list[int]], dict[tuple[int, int], list[int]]]:

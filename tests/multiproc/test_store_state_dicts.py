@@ -180,6 +180,7 @@ class Overriding(bmt.DistributedModule):
         super().__init__()
         self.weight = bmt.DistributedParameter(torch.full((3, 4), fill))
         self.inner = OverridingChild(fill)
+        self.register_module("nothing", None)
         self.blocks = bmt.TransformerBlockList([bmt.Block(Counting()) for _ in range(2)])
         self.plain = torch.nn.Linear(2, 2)
         self.plain.register_state_dict_pre_hook(lambda module, *_: torch.nn.init.constant_(module.weight, 3))

@@ -385,6 +385,25 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert len(set(names)) == 1
 
 
+class WithExtraState(torch.nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"steps": 3}
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+def save_extra_state(folder: str) -> None:
+    with pytest.raises(
+        TypeError, match=r"weights.save: expected tensors alone, got other values in _extra_state"
+    ):
+        bmt.weights.save(bmt.BMTrainModelWrapper(WithExtraState(2, 2)), folder)
+    assert not list(Path(folder).iterdir())
+
+
+def test_other_values_than_tensors_are_refused(tmp_path: Path) -> None:
+    run_ranks(2, save_extra_state, str(tmp_path))
+
+
 def save_in_turn(folder: str) -> None:
     model = bmt.BMTrainModelWrapper(torch.nn.Linear(8, 8))
     bmt.weights.save(model, folder, max_shard_size=100)

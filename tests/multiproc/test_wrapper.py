@@ -241,6 +241,7 @@ def check_small_modules() -> None:
         nn.Linear(6, 3),
         nn.Sequential(nn.Linear(6, 2), nn.ReLU(), nn.Linear(2, 6)),
         nn.Tanh(),
+        Clipping(6, 3),
         nn.BatchNorm1d(5),
         nn.LSTM(6, 3, num_layers=2),
         nn.MultiheadAttention(6, 2),
@@ -295,6 +296,12 @@ def check_containers() -> None:
     assert model.lists[1][0]._parameters["weight"] is model.again[0]._parameters["weight"]
 
 
+class Clipping(nn.Linear):
+    """With an attribute of the name that an embedding has."""
+
+    max_norm = 1.0
+
+
 class Counted(bmt.DistributedModule):
     def forward(self, x):
         return x
@@ -313,6 +320,11 @@ def check_one_node() -> None:
     assert isinstance(model._parameters["own"], bmt.DistributedParameter)
     with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module, got list"):
         bmt.BMTrainModelWrapper([])
+    for embedding in (nn.Embedding(4, 2, max_norm=1.0), nn.EmbeddingBag(4, 2, max_norm=1.0)):
+        with pytest.raises(
+            ValueError, match=f"{type(embedding).__name__}: max_norm=1.0 writes to the weight"
+        ):
+            bmt.BMTrainModelWrapper(embedding)
     with pytest.raises(TypeError, match="scripted"):
         bmt.BMTrainModelWrapper(nn.Sequential(torch.jit.script(nn.Linear(2, 2))))
 

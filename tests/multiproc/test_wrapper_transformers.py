@@ -114,6 +114,8 @@ def check_resizing(tied: bool) -> None:
     for size in (48, 64):
         with pytest.raises(RuntimeError, match=r"resize_token_embeddings\(\) after BMTrainModelWrapper"):
             model.resize_token_embeddings(size)
+    with pytest.raises(RuntimeError, match=r"resize_token_embeddings\(\) after"):
+        model.resize_token_embeddings(pad_to_multiple_of=8)
     assert model.state_dict()["lm_head.weight"].shape == (50, 16)
     assert isinstance(model.lm_head, bmt.DistributedModule)
 

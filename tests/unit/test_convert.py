@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -150,6 +152,62 @@ def test_damaged_sources_are_refused_and_nothing_appears(tmp_path: Path) -> None
     with pytest.raises(UnreadableFileError, match="expected names to tensors"):
         convert(tmp_path / "a.pt", tmp_path / "out.pt")
     assert not (tmp_path / "out.pt").exists()
+
+
+def entry(begin: int, end: int, *shape: int, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+
+
+def write_table(path: Path, table: dict[str, Any], num_bytes: int = 16) -> None:
+    header = json.dumps(table).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(range(num_bytes)))
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"a": entry(0, 8, 2), "b": entry(12, 16, 1)}, "does not follow the one before it"),
+        ({"a": entry(0, 12, 3), "b": entry(8, 16, 2)}, "does not follow the one before it"),
+        ({"a": entry(0, 8, 2)}, "bytes, got .*: cut short"),
+        ({"a": entry(0, 20, 5)}, "bytes, got .*: cut short"),
+        ({"a": entry(0, 16, 3)}, "tensor a: 16 bytes for shape"),
+        ({"a": entry(0, 16, -2, -2)}, "tensor a: 16 bytes for shape"),
+        ({"a": entry(0, 16, 4, dtype="F4")}, "not a safetensors file: 'F4'"),
+        ({"a": {"dtype": "F32"}}, "not a safetensors file: 'shape'"),
+        ([], "not a safetensors file"),
+    ],
+)
+def test_a_table_of_safetensors_that_does_not_fit_is_refused(table: Any, words: str, tmp_path: Path) -> None:
+    write_table(tmp_path / "a.safetensors", table)
+    with pytest.raises(UnreadableFileError, match=words):
+        convert(tmp_path / "a.safetensors", tmp_path / "b.pt")
+
+
+def test_a_table_of_safetensors_in_any_order(tmp_path: Path) -> None:
+    write_table(
+        tmp_path / "a.safetensors", {"a": entry(8, 16, 2, dtype="I32"), "b": entry(0, 8, 8, dtype="U8")}
+    )
+    convert(tmp_path / "a.safetensors", tmp_path / "b.pt")
+    found = torch.load(tmp_path / "b.pt")
+    assert found["b"].tolist() == list(range(8)) and found["a"].view(torch.uint8).tolist() == list(
+        range(8, 16)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{}", "not an index of safetensors files"),
+        ('{"weight_map": {"a": 3}}', "expected names of files beside it"),
+        ('{"weight_map": {"a": "../a.safetensors"}}', "expected names of files beside it"),
+        ('{"weight_map": {"c": "a.safetensors"}}', "tensor c is not in a.safetensors"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    write_table(tmp_path / "a.safetensors", {"a": entry(0, 16, 4)})
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(UnreadableFileError, match=words):
+        convert(tmp_path, tmp_path / "b.pt")
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "dcp"])
