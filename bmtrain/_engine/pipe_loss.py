@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .._base.generators import kept_generators, packed_generators, unpack_generators
 from .._base.unseen import TORCH_GRAD, gradient_of
@@ -30,7 +29,7 @@ from ..global_var import context, num_losses
 from .engine import current_engine
 from .held import drop_gradients
 from .pipe_arguments import PipeArguments
-from .pipe_pass import Pass, Plan
+from .pipe_pass import Pass, Plan, run_as_node
 from .reads import Reads, Scope
 from .run_state import ModeSnapshot, active_recorder
 
@@ -189,6 +188,8 @@ class LossCall:
         head: computes the loss of a micro-batch.
     """
 
+    untrained = ()
+
     def __init__(
         self, plan: Plan, memory: Memory, hidden: torch.Tensor, arguments: PipeArguments, head: Head
     ) -> None:
@@ -223,7 +224,7 @@ class LossCall:
             self._memory.seed = self._plan.pipe.size * torch.tensor(1 / num_losses()).item()
         return self._run(self._memory.seed)
 
-    def backward(self, gradient: torch.Tensor) -> list[torch.Tensor | None]:
+    def backward(self, gradient: torch.Tensor | None) -> list[torch.Tensor | None]:
         """Sends the parameters' gradients; returns the inputs' gradients. Collective over the pipe group."""
         self._begin_backward()
         seed = float(sum(self._of_ranks(gradient)))  # all have the same loss
@@ -262,10 +263,12 @@ class LossCall:
             )
         self._is_spent = True
 
-    def _of_ranks(self, gradient: torch.Tensor) -> list[float]:
+    def _of_ranks(self, gradient: torch.Tensor | None) -> list[float]:
         """Returns the gradients that the ranks' backwards bring."""
         pipe = self._plan.pipe
-        own = gradient.detach().double().reshape(1)
+        own = torch.zeros(1, dtype=torch.float64, device=self._hidden.device)
+        if gradient is not None:
+            own += gradient.detach()
         by_rank = own.new_empty(pipe.size)
         pipe.comm.all_gather(by_rank, own, "pipe.loss").wait()
         gradients: list[float] = by_rank.tolist()
@@ -312,7 +315,7 @@ class ShardLossCall(LossCall):
         shape, dtype = share_shape(pipe, losses[0] if losses else None, pipe.size - 1, device)
         return hand_out(pipe, losses or None, pipe.size - 1, shape, dtype, device)
 
-    def backward(self, gradient: torch.Tensor) -> list[torch.Tensor | None]:
+    def backward(self, gradient: torch.Tensor | None) -> list[torch.Tensor | None]:
         self._begin_backward()
         if not self._engine.virtual.is_open:
             raise RuntimeError(
@@ -333,28 +336,9 @@ class ShardLossCall(LossCall):
 
 def run_forward(plan: Plan, hidden: torch.Tensor, arguments: PipeArguments) -> torch.Tensor:
     """Returns this rank's batch of the outputs, without gradients. Collective over the pipe group."""
-    pipe = plan.pipe
     run = Pass(plan, hidden, arguments)
     run.run_plan(trains=False)
-    whole = torch.cat(run.results) if pipe.rank == pipe.size - 1 else None
-    shape, dtype = share_shape(pipe, whole, pipe.size - 1, hidden.device)
-    own = torch.Size([len(hidden), *shape[1:]])
-    return hand_out_batches(pipe, whole, pipe.size - 1, own, dtype, hidden.device)
-
-
-class _Loss(torch.autograd.Function):
-    """Autograd node of a pipeline's loss in the outer graph."""
-
-    @staticmethod
-    def forward(ctx: Any, call: LossCall, *inputs: torch.Tensor) -> torch.Tensor:
-        ctx.call = call
-        with torch.enable_grad():
-            return call.forward()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return None, *ctx.call.backward(gradient)
+    return run.own_result()
 
 
 def run_loss(
@@ -372,11 +356,7 @@ def run_loss(
     is_virtual = engine.virtual.is_open
     head = Head(module, params, fulls, labels, plan.num_micros if is_virtual else 1)
     call = (ShardLossCall if is_virtual else LossCall)(plan, memory, hidden, arguments, head)
-    if not torch.is_grad_enabled():
-        return call.forward()
-    if not hidden.requires_grad:
-        hidden = hidden.detach().requires_grad_()  # parameters may be trained: backward must reach the node
-    loss: torch.Tensor = _Loss.apply(call, hidden, *(source for source, _ in call.trained), *fulls)
+    loss: torch.Tensor = run_as_node(call, hidden, *(source for source, _ in call.trained), *fulls)
     return loss
 
 

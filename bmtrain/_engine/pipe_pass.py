@@ -14,10 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from .._C import DeferredProducts, Work
 from .._ranks.messages import header_of
-from .._shards.stage import channel, collect_batches, receive_header
+from .._shards.stage import channel, collect_batches, hand_out_batches, receive_header, share_shape
 from ..global_var import context
 from .engine import current_engine
 from .held import hold, let_go
@@ -140,6 +141,19 @@ class Pass:
         for work, _ in self._headers.values():
             work.wait()
         del self._sending, self._headers, self._inbox  # the latter refers to this pass
+
+    def own_part(self, whole: torch.Tensor | None, source: int) -> torch.Tensor:
+        """Returns this rank's batch of a tensor that stage ``source`` has of all batches. Collective."""
+        pipe, device = self._plan.pipe, self._device
+        shape, dtype = share_shape(pipe, whole, source, device)
+        own = torch.Size([shape[0] // pipe.size, *shape[1:]])
+        return hand_out_batches(pipe, whole, source, own, dtype, device)
+
+    def own_result(self) -> torch.Tensor:
+        """Returns this rank's batch of the results, and drops all results. Collective."""
+        whole = torch.cat(self.results) if self.results else None
+        self.results = []
+        return self.own_part(whole, self._plan.pipe.size - 1)
 
     def run_plan(self, *, trains: bool) -> None:
         """Runs all actions of the plan, or the forwards alone. Collective."""
@@ -305,3 +319,36 @@ def wait_for_stage(work: Work) -> None:
     """Waits for another stage, as seen by the timeline."""
     with current_engine(context()).waiting("pipeline", "stage"):
         work.wait()
+
+
+class _Pipeline(torch.autograd.Function):
+    """Autograd node of a call in the outer graph."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, *inputs: torch.Tensor) -> Any:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        with torch.enable_grad():
+            results = call.forward()
+        ctx.mark_non_differentiable(*call.untrained)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        return None, *ctx.call.backward(*gradients)
+
+
+def run_as_node(call: Any, hidden: torch.Tensor, *further: torch.Tensor) -> Any:
+    """Returns ``call.forward()``, as results of one node of the caller's graph if gradients are enabled.
+
+    Args:
+        call: its ``backward`` returns the gradients of ``hidden`` and ``further``; results in ``untrained`` have none.
+        hidden: this rank's batch.
+        further: other inputs that require grad.
+    """
+    if not torch.is_grad_enabled():
+        return call.forward()
+    if not hidden.requires_grad:
+        hidden = hidden.detach().requires_grad_()  # parameters may be trained: backward must reach the node
+    return _Pipeline.apply(call, hidden, *further)

@@ -13,18 +13,16 @@ backward: leaves of the tree in the order of the shards, as ranks of one stage h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .._ranks.agree import largest
-from .._shards.stage import collect_batches, hand_out_batches, share_shape
+from .._shards.stage import collect_batches, hand_out_batches
 from ..global_var import context
 from .engine import current_engine
 from .held import hold, let_go
 from .pipe_arguments import PipeArguments
-from .pipe_pass import Alive, Pass, Plan
+from .pipe_pass import Alive, Pass, Plan, run_as_node
 from .pipe_recording import StageRecordings
 from .pipe_schedule import Action, Kind, actions_of, only
 from .run_state import active_recorder
@@ -53,8 +51,8 @@ class PipelineCall(Pass):
         self.layer_counts = layer_counts
         self.returns_states = returns_states
         self.pipe = pipe = plan.pipe
-        self.is_last = pipe.rank == pipe.size - 1
         self.is_spent = False
+        self.untrained: list[torch.Tensor] = []
         self._like = hidden.shape, hidden.dtype, hidden.device
         self._actions = actions_of("gpipe", pipe.size, plan.num_micros)
         self._engine = current_engine(context())
@@ -73,13 +71,14 @@ class PipelineCall(Pass):
         finally:
             if not torch.is_grad_enabled():
                 self._release_blocks()
-        whole = torch.cat(self.results) if self.is_last else None
-        self.results = []
-        results = [self._own_part(whole, self.pipe.size - 1)]
+        results = [self.own_result()]
         if self.returns_states:
             results.append(self._layer_inputs())
         if self.recordings is not None:
-            results += self.recordings.hand_out(self._own_part)
+            recorded = self.recordings.hand_out(self.own_part)
+            specs = zip(recorded, self.recordings.specs, strict=True)
+            self.untrained = [result for result, spec in specs if not spec.requires_grad]
+            results += recorded
         self._results_like = [torch.empty_like(result, device="meta") for result in results]
         return tuple(results)
 
@@ -94,16 +93,11 @@ class PipelineCall(Pass):
         finally:
             active_recorder.reset(token)
 
-    def _own_part(self, whole: torch.Tensor | None, source: int) -> torch.Tensor:
-        shape, dtype = share_shape(self.pipe, whole, source, self._device)
-        own = torch.Size([shape[0] // self.pipe.size, *shape[1:]])
-        return hand_out_batches(self.pipe, whole, source, own, dtype, self._device)
-
     def _layer_inputs(self) -> torch.Tensor:
         """Returns this rank's batch of the inputs of all layers: ``(num_layers, batch, ...)``."""
         return torch.stack(
             [
-                self._own_part(self._whole_input(layer) if stage == self.pipe.rank else None, stage)
+                self.own_part(self._whole_input(layer) if stage == self.pipe.rank else None, stage)
                 for stage, count in enumerate(self.layer_counts)
                 for layer in range(count)
             ]
@@ -115,14 +109,14 @@ class PipelineCall(Pass):
 
     # ---- backward
 
-    def backward(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    def backward(self, *gradients: torch.Tensor | None) -> list[torch.Tensor]:
         """Runs all micro-batches backward, on the stages that a gradient reaches.
 
         Args:
             gradients: gradients of the results, in their order; None where this rank's loss does not depend on one.
 
         Returns:
-            The gradient of this rank's batch of inputs.
+            The gradients of this rank's batch of inputs, and of the arguments that require grad.
         """
         if self.is_spent:
             raise RuntimeError(
@@ -149,7 +143,7 @@ class PipelineCall(Pass):
             whole = torch.cat(self.gradients or [torch.zeros_like(alive.x) for alive in self.alive.values()])
             self.gradients = []
         if self.recordings is not None:
-            self.recordings.hand_over_gradients(self._own_part)
+            self.recordings.hand_over_gradients(self.own_part)
         for alive in self.alive.values():
             alive.x.grad = None
         if not keep_graph:
@@ -157,7 +151,8 @@ class PipelineCall(Pass):
             self.alive.clear()
             self.recordings = None
             self._release_blocks()
-        return hand_out_batches(pipe, whole, 0, *self._like)
+        own = hand_out_batches(pipe, whole, 0, *self._like)
+        return [own, *(argument.gradient() for _, argument in self._arguments.trained)]
 
     def _wanted_anywhere(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """``gradients``, with zeros where only other ranks of the pipe group have a gradient. Collective for several
@@ -214,6 +209,7 @@ class PipelineCall(Pass):
         """Delivers the recorded tensors to the recorder; returns the caller's results."""
         if self.recordings is not None:
             self.recordings.deliver(results[self.num_results :], self._engine)
+            self.untrained = []
         return results[: self.num_results]
 
     def _release_blocks(self) -> None:
@@ -221,38 +217,8 @@ class PipelineCall(Pass):
             let_go(self._engine, block._runtime)
 
 
-class _Pipeline(torch.autograd.Function):
-    """Autograd node of a pipeline call in the outer graph."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, call: PipelineCall, arguments: PipeArguments, hidden: torch.Tensor, *trained: Any
-    ) -> Any:
-        ctx.call, ctx.arguments = call, arguments
-        ctx.set_materialize_grads(False)
-        with torch.enable_grad():
-            results = call.forward()
-        if call.recordings is not None:
-            recorded = zip(results[call.num_results :], call.recordings.specs, strict=True)
-            ctx.mark_non_differentiable(*(result for result, spec in recorded if not spec.requires_grad))
-        return results
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        grad_hidden = ctx.call.backward(gradients)
-        return None, None, grad_hidden, *(argument.gradient() for _, argument in ctx.arguments.trained)
-
-
 def run_pipeline(
     call: PipelineCall, hidden: torch.Tensor, arguments: PipeArguments
 ) -> tuple[torch.Tensor, ...]:
     """Runs ``call``, as one node of the caller's graph if gradients are enabled."""
-    if not torch.is_grad_enabled():
-        return call.give_out(call.forward())
-    if not hidden.requires_grad:
-        hidden = hidden.detach().requires_grad_()  # parameters may be trained: backward must reach the node
-    results: tuple[torch.Tensor, ...] = _Pipeline.apply(
-        call, arguments, hidden, *(source for source, _ in arguments.trained)
-    )
-    return call.give_out(results)
+    return call.give_out(run_as_node(call, hidden, *(source for source, _ in arguments.trained)))
