@@ -18,27 +18,29 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
+#include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <memory>
+#include <vector>
+
+#include "common/thread_annotations.h"
 
 namespace bmtrain {
 
-class BufferPool {
+/// Owned by std::shared_ptr: buffers in use hold the pool that they return to.
+class BufferPool : public std::enable_shared_from_this<BufferPool> {
  public:
   /// `poison`: fill new and returned buffers with 0xFF bytes (NaN in every floating
   /// dtype), to make any use after release loud.
   BufferPool(std::int64_t idle_per_class, bool poison);
-  ~BufferPool();
-  BufferPool(const BufferPool&) = delete;
-  BufferPool& operator=(const BufferPool&) = delete;
 
   /// A buffer of at least `nbytes` with arbitrary contents; demand beyond the
   /// idle buffers allocates, never waits.
-  [[nodiscard]] c10::DataPtr acquire(std::int64_t nbytes, c10::Device device);
+  [[nodiscard]] c10::DataPtr acquire(std::int64_t nbytes, c10::Device device) BMT_EXCLUDES(mutex_);
 
   /// Gives all idle buffers back to the system.
-  void trim();
+  void trim() BMT_EXCLUDES(mutex_);
 
   struct Stats {
     std::int64_t bytes_in_use = 0;
@@ -48,14 +50,46 @@ class BufferPool {
     std::int64_t bytes_idle = 0;
     std::int64_t allocations = 0;
   };
-  [[nodiscard]] Stats stats() const;
-  void reset_peaks();
-
-  class Shelf;  // shared with the buffers handed out, so that they may outlive
-                // the pool
+  [[nodiscard]] Stats stats() const BMT_EXCLUDES(mutex_);
+  void reset_peaks() BMT_EXCLUDES(mutex_);
 
  private:
-  std::shared_ptr<Shelf> shelf_;
+  // What may stand in for each other. On a device, memory is free in the order of the stream that has used
+  // it.
+  struct Class {
+    std::int64_t nbytes;
+    c10::DeviceIndex device;
+    c10::StreamId stream;
+
+    bool operator==(const Class&) const = default;
+  };
+  struct Idle {
+    c10::DataPtr memory;
+    Class kind;
+  };
+  // A buffer in use.
+  struct Lease {
+    std::shared_ptr<BufferPool> pool;
+    c10::DataPtr memory;
+    Class kind;
+  };
+
+  // The one that was used last; null if there is none.
+  [[nodiscard]] c10::DataPtr take_idle(const Class& kind) BMT_REQUIRES(mutex_);
+  [[nodiscard]] c10::DataPtr allocate_or_trim(std::int64_t nbytes, c10::Device device) BMT_EXCLUDES(mutex_);
+  // Moves to `dropped` what is too much beside a new one, see [Note: What stays idle].
+  void make_room_for(const Class& added, std::vector<Idle>& dropped) BMT_REQUIRES(mutex_);
+  void drop(std::vector<Idle>::iterator place, std::vector<Idle>& dropped) BMT_REQUIRES(mutex_);
+  // After the buffer is there: where there is no memory, none is in use.
+  void count_use(std::int64_t nbytes, bool is_fresh) BMT_EXCLUDES(mutex_);
+  static void give_back(void* lease);
+
+  const std::int64_t idle_per_class_;
+  const bool poison_;
+  mutable Mutex mutex_;
+  std::vector<Idle> idle_ BMT_GUARDED_BY(mutex_);    // that which has been idle longest first
+  std::int64_t largest_ BMT_GUARDED_BY(mutex_) = 0;  // bytes of the largest buffer since the pool was trimmed
+  Stats stats_ BMT_GUARDED_BY(mutex_);
 };
 
 }  // namespace bmtrain

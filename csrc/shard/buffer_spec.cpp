@@ -30,11 +30,18 @@ std::vector<std::int64_t> numels_of(const std::vector<std::vector<std::int64_t>>
   return numels;
 }
 
-/// What reads of the storage raise, or {}: nothing. torch has this since 2.12.
-void refuse_reads(auto* storage, std::optional<std::string> error) {
+// Reads of a storage raise an error from refuse_reads() to allow_reads(). torch has this since 2.12.
+void allow_reads(auto* storage) {
   if constexpr (requires { storage->clear_data_ptr_access_error_msg_(); }) {
-    error ? storage->release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(error))
-          : storage->clear_data_ptr_access_error_msg_();
+    storage->clear_data_ptr_access_error_msg_();
+  }
+}
+
+void refuse_reads(auto* storage, const std::string& label) {
+  if constexpr (requires { storage->clear_data_ptr_access_error_msg_(); }) {
+    storage->release_data_and_set_meta_custom_data_ptr_error_msg_(
+        label + ": a parameter's full tensor, or a view of it, was kept and is used outside of the " +
+        "Block, which has given its memory back; keep a copy (weight.detach().clone())");
   }
 }
 
@@ -139,10 +146,14 @@ at::Tensor BufferSpec::full(const c10::Storage& storage, at::ScalarType of_dtype
   return view_of_storage(storage, of_dtype, 0, {layout.padded_total()});
 }
 
-at::Tensor BufferSpec::full_from_pool(at::ScalarType of_dtype) const {
+at::Tensor BufferSpec::full_over(c10::DataPtr memory, at::ScalarType of_dtype) const {
   const c10::Storage storage = empty_storage(device);
-  put_memory(storage, pool->acquire(full_bytes(of_dtype), device), full_bytes(of_dtype));
+  put_memory(storage, std::move(memory), full_bytes(of_dtype));
   return full(storage, of_dtype);
+}
+
+at::Tensor BufferSpec::full_from_pool(at::ScalarType of_dtype) const {
+  return full_over(pool->acquire(full_bytes(of_dtype), device), of_dtype);
 }
 
 std::vector<at::Tensor> BufferSpec::full_views(const c10::Storage& storage, at::ScalarType of_dtype) const {
@@ -181,16 +192,14 @@ c10::Storage empty_storage(c10::Device device) {
 }
 
 void put_memory(const c10::Storage& storage, c10::DataPtr memory, std::int64_t nbytes) {
-  refuse_reads(storage.unsafeGetStorageImpl(), {});
+  allow_reads(storage.unsafeGetStorageImpl());
   storage.set_data_ptr_noswap(std::move(memory));
   storage.set_nbytes(static_cast<std::size_t>(nbytes));
 }
 
 void take_memory(const c10::Storage& storage, const std::string& label) {
   put_memory(storage, c10::DataPtr(nullptr, storage.device()), 0);
-  refuse_reads(storage.unsafeGetStorageImpl(),
-               label + ": a parameter's full tensor, or a view of it, was kept and is used outside of the " +
-                   "Block, which has given its memory back; keep a copy (weight.detach().clone())");
+  refuse_reads(storage.unsafeGetStorageImpl(), label);
 }
 
 void zero_outside(const at::Tensor& flat, const std::vector<Span>& spans) {

@@ -139,11 +139,12 @@ struct BufferSpec : BufferOptions {
   /// Whether to use memory that the ranks share, if there is any, for a full buffer of this dtype.
   [[nodiscard]] bool is_worth_sharing(at::ScalarType of_dtype) const;
 
-  /// Flat tensors: of a shard's size, on the device and where shards are; over `storage`; in memory of the
-  /// pool.
+  /// Flat tensors: of a shard's size, on the device and where shards are; over a storage, memory of this
+  /// size, and memory of the pool.
   [[nodiscard]] at::Tensor empty_shard(at::ScalarType of_dtype) const;
   [[nodiscard]] at::Tensor empty_at_home(at::ScalarType of_dtype) const;
   [[nodiscard]] at::Tensor full(const c10::Storage& storage, at::ScalarType of_dtype) const;
+  [[nodiscard]] at::Tensor full_over(c10::DataPtr memory, at::ScalarType of_dtype) const;
   [[nodiscard]] at::Tensor full_from_pool(at::ScalarType of_dtype) const;
   /// The parameters in full shape, over the storage of a full buffer of this dtype.
   [[nodiscard]] std::vector<at::Tensor> full_views(const c10::Storage& storage,

@@ -89,26 +89,24 @@ class IslandNode final : public torch::autograd::Node {
 }  // namespace
 
 struct IslandShore::Guard final : torch::autograd::PostAccumulateGradHook {
-  Guard(std::shared_ptr<const OpenIslands> open, std::shared_ptr<const std::string> refusal)
-      : open_(std::move(open)), refusal_(std::move(refusal)) {}
+  explicit Guard(IslandShore shore) : shore_(std::move(shore)) {}
 
   void operator()(const torch::autograd::Variable& leaf) override {
-    if (open_->count() == 0) {
+    if (shore_.open_->count() == 0) {
       leaf.mutable_grad().reset();
-      throw StateError(*refusal_);
+      throw StateError(*shore_.refusal_);
     }
   }
 
  private:
-  std::shared_ptr<const OpenIslands> open_;
-  std::shared_ptr<const std::string> refusal_;
+  const IslandShore shore_;
 };
 
 IslandShore::IslandShore(std::shared_ptr<const OpenIslands> open, std::string refusal)
     : open_(std::move(open)), refusal_(std::make_shared<const std::string>(std::move(refusal))) {}
 
 void IslandShore::guard(const at::Tensor& leaf) const {
-  torch::autograd::impl::set_post_acc_grad_hooks(leaf, std::make_unique<Guard>(open_, refusal_));
+  torch::autograd::impl::set_post_acc_grad_hooks(leaf, std::make_unique<Guard>(*this));
 }
 
 void attach_island(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,

@@ -47,18 +47,12 @@ void Reduction::begin(const std::vector<bool>& trains, std::vector<std::weak_ptr
 }
 
 void Reduction::take_gradient_memory() {
-  const std::int64_t nbytes = spec_.full_bytes(spec_.reduce_dtype);
   c10::DataPtr memory;
   if (spec_.is_worth_sharing(spec_.reduce_dtype)) {
-    memory = spec_.reduce_comm->borrow_input(nbytes);
+    memory = spec_.reduce_comm->borrow_input(spec_.full_bytes(spec_.reduce_dtype));
   }
-  if (!memory) {
-    gradient_ = spec_.full_from_pool(spec_.reduce_dtype);
-    return;
-  }
-  const c10::Storage storage = empty_storage(spec_.device);
-  put_memory(storage, std::move(memory), nbytes);
-  gradient_ = spec_.full(storage, spec_.reduce_dtype);
+  gradient_ = memory ? spec_.full_over(std::move(memory), spec_.reduce_dtype)
+                     : spec_.full_from_pool(spec_.reduce_dtype);
 }
 
 void Reduction::join(const std::vector<bool>& trains) {
@@ -290,7 +284,7 @@ void Reduction::finish(TreeSum* tree) {
   if (tree != nullptr) {
     push_slices(*tree);
   } else if (spec_.host_lane) {
-    sum_for_host();
+    wait_on_host(*spec_.host_lane->to_host(ready_.get(), [&] { shard_.sum(slices(), trains_); }));
   } else {
     shard_.sum(slices(), trains_);
   }
@@ -299,10 +293,6 @@ void Reduction::finish(TreeSum* tree) {
   if (tree == nullptr) {
     shard_.publish(trains_);
   }
-}
-
-void Reduction::sum_for_host() {
-  wait_on_host(*spec_.host_lane->to_host(ready_.get(), [&] { shard_.sum(slices(), trains_); }));
 }
 
 void Reduction::push_slices(TreeSum& tree) const {

@@ -104,8 +104,6 @@ class Reduction {
   bool start_next_sum();
   // What each rank sent in rank order, or their sum.
   [[nodiscard]] std::vector<at::Tensor> slices() const;
-  // Sums on the device, and waits until the host has the sum.
-  void sum_for_host();
   void push_slices(TreeSum& tree) const;
   void let_go() noexcept;
 
