@@ -166,24 +166,32 @@ class PipelineTransformerBlockList(LayerSequence):
             result = self._run_alone(hidden, args, kwargs, inputs)
             return result if inputs is None else (result, torch.stack([state[0] for state in inputs]))
         num_micros = config["micros"]
-        if self.chunks > 1:
-            return self._evaluate(hidden, args, kwargs, batch_related, return_hidden_states)
         total = hidden.shape[0] * self.stages
-        if total % num_micros:
+        if self.chunks > 1 and (torch.is_grad_enabled() or return_hidden_states):
+            raise RuntimeError(
+                f"a pipeline with {self.chunks} chunks on a stage trains by loss(); its outputs are for "
+                "torch.no_grad(), and there are no hidden states"
+            )
+        if self.chunks == 1 and total % num_micros:
             raise ValueError(
                 f"hidden: expected a batch of which {self.stages} (one per stage) divide into {num_micros} "
                 f"micro-batches, got {hidden.shape[0]} rows ({total} together)"
             )
         self._refuse_late_parameters()
+        if self.chunks > 1:
+            self._require_rows(hidden)
         plan = self._plan()
+        arguments = PipeArguments(self._pipe, hidden, args, kwargs, batch_related, num_micros)
+        if self.chunks > 1:
+            return run_forward(plan, hidden, arguments)
         if torch.is_grad_enabled():
             self._memory.begin_call(plan)
-        arguments = PipeArguments(self._pipe, hidden, args, kwargs, batch_related, num_micros)
         counts = [self.get_part_len_by_stage_id(stage) for stage in range(self.stages)]
         call = PipelineCall(plan, counts, hidden, arguments, return_hidden_states)
         results = run_pipeline(call, hidden, arguments)
         return results if return_hidden_states else results[0]
 
+    @opaque
     def loss(
         self,
         hidden: torch.Tensor,
@@ -223,18 +231,6 @@ class PipelineTransformerBlockList(LayerSequence):
             >>> layers.loss(torch.zeros(2, 4), head=MeanSquare(), labels=torch.ones(2, 4))
             tensor(1.)
         """
-        return self._loss(hidden, args, kwargs, head, labels, batch_related)
-
-    @opaque
-    def _loss(
-        self,
-        hidden: torch.Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        head: torch.nn.Module,
-        labels: Any,
-        batch_related: Sequence[int],
-    ) -> torch.Tensor:
         require_module("head", head)
         labels = tuple(labels) if isinstance(labels, (tuple, list)) else (labels,)
         if self.stages == 1:
@@ -264,25 +260,6 @@ class PipelineTransformerBlockList(LayerSequence):
                 f"rows ({total} together)"
             )
         return num_micros
-
-    def _evaluate(
-        self,
-        hidden: torch.Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        batch_related: Sequence[int],
-        return_hidden_states: bool,
-    ) -> torch.Tensor:
-        """Runs several chunks of layers, without gradients."""
-        if torch.is_grad_enabled() or return_hidden_states:
-            raise RuntimeError(
-                f"a pipeline with {self.chunks} chunks on a stage trains by loss(); its outputs are for "
-                "torch.no_grad(), and there are no hidden states"
-            )
-        self._refuse_late_parameters()
-        num_micros = self._require_rows(hidden)
-        arguments = PipeArguments(self._pipe, hidden, args, kwargs, batch_related, num_micros)
-        return run_forward(self._plan(), hidden, arguments)
 
     def _run_alone(
         self,
