@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2646),
     "watch": ("_watch", 1951),
-    "ranks": ("_ranks global_var nccl synchronize utils", 4243),
+    "ranks": ("_ranks global_var nccl synchronize utils", 4244),
     "shards": ("_shards parameter", 1885),
-    "engine": ("_engine", 8307),
+    "engine": ("_engine", 8330),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5668),
     "files": ("_files dcp distributed store weights", 4653),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10052),

@@ -77,8 +77,7 @@ class BlockCall:
         inputs: outer tensors that require grad, each once, during the forward.
         leaves: the same, detached: where the island begins.
         inner: the tensors that the forward gets in their places: the leaves, if no part changes `enter`.
-        outputs: inner results that require grad (or their edges in the graph), each once: where the island ends.
-        num_visible: number of outputs but common bases of results, which come last.
+        outputs: inner results that require grad (or their edges), once; behind ``num_visible`` common bases of them.
         roots: the roots of the graph, if outputs have left it.
         trains: for each buffer, which parameters required grad.
         has_state: whether the arguments hold objects that can be written to.
@@ -97,7 +96,6 @@ class BlockCall:
         self.leaves: list[torch.Tensor] = []
         self.inner: list[torch.Tensor] = []
         self.outputs: list[Any] = []
-        self.num_visible = 0
         self.roots: GraphRoots | None = None
         self.trains: list[list[bool]] = []
         self.has_state = False
@@ -199,8 +197,7 @@ class BlockCall:
         return with_shared_bases(outputs, leaves) if len(outputs) > 1 else outputs
 
     def _refuse_foreign_history(self, first_node: int) -> None:
-        node = find_older_node(self.outputs, first_node)
-        if node:
+        if node := find_older_node(self.outputs, first_node):
             raise RuntimeError(
                 f"{self.block.label}: a tensor with gradient history ({node}) reached the block's forward "
                 "other than as an argument (through an attribute or a closure); pass it as an argument, so that its "
@@ -219,9 +216,8 @@ class BlockCall:
             take_views_again(inner, attached, given)
         attach_island(attached, inputs, self.backward)
         if has_views:  # hooks of a visible base see what comes to its views
-            take_views_again(
-                inner, attached, dict(zip(map(id, inner[: self.num_visible]), attached, strict=False))
-            )
+            visible = zip(map(id, inner[: self.num_visible]), attached, strict=False)
+            take_views_again(inner, attached, dict(visible))
         return attached
 
     # ---- backward
@@ -315,8 +311,7 @@ class BlockCall:
     def kept_for_backward(self) -> Iterator[torch.Tensor] | None:
         """Returns the tensors that this call keeps; None if it keeps all activations, which autograd holds."""
         for part in self.parts:
-            kept = part.kept()
-            if kept is not None:
+            if (kept := part.kept()) is not None:
                 leaves = [] if self.host is None else self.leaves  # which have no memory
                 return (tensor for tensor in kept if all(tensor is not leaf for leaf in leaves))
         return None

@@ -2,6 +2,7 @@
 
 Modules refer to them, and functions among the arguments, and scripts and forwards change their fields and items. A
 second run of a forward begins with the same ones as the first. Tensors in them are left to :mod:`.plain_state`.
+Tensors that functions refer to are not copied: writes to them are errors.
 """
 
 from __future__ import annotations
@@ -91,14 +92,24 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
 
 
-def _holders(value: Any) -> Iterator[Any]:
-    """Yields what contains the state of ``value``; nothing for numbers, modules and tensors."""
+def _is_data(value: Any) -> bool:
+    """Whether ``value`` is a tensor whose version shows what is written to it, and no result of a graph."""
+    return type(value) is torch.Tensor and not (value.requires_grad or value.is_inference())
+
+
+def _holders(value: Any, with_tensors: bool = False) -> Iterator[Any]:
+    """Yields what contains the state of ``value``; nothing for numbers, modules and tensors outside functions."""
     if isinstance(value, tuple):
         for item in value:
-            yield from _holders(item)
+            yield from _holders(item, with_tensors)
     elif callable(value) and (parts := _parts(value)):
-        yield from _holders(parts)
-    elif isinstance(value, CellType) or _is_small_array(value) or _is_generator(value):
+        yield from _holders(parts, with_tensors=True)
+    elif (
+        (with_tensors and _is_data(value))
+        or isinstance(value, CellType)
+        or _is_small_array(value)
+        or _is_generator(value)
+    ):
         yield value
     elif (fields := _fields(value)) is not None:
         yield fields
@@ -142,6 +153,8 @@ def _items(holder: Any) -> Any:
 
 def _content(holder: Any) -> Any:
     items = _items(holder)
+    if isinstance(holder, torch.Tensor):
+        return holder._version
     if items is None:
         return _state_of(holder) if _is_generator(holder) else holder.copy()
     return dict(items) if isinstance(items, dict) else set(items) if isinstance(items, set) else list(items)
@@ -153,6 +166,8 @@ def _differs(holder: Any, content: Any) -> bool:
         return items.keys() != content.keys() or not all(map(is_, items.values(), content.values()))
     if isinstance(items, set):
         return bool(items != content)
+    if isinstance(holder, torch.Tensor):
+        return bool(holder._version != content)
     if items is not None:
         return len(items) != len(content) or not all(map(is_, items, content))
     if _is_generator(holder):
@@ -173,6 +188,13 @@ def put_contents(holders: Iterable[Holder]) -> None:
     for holder, content in holders:
         if not _differs(holder, content):
             continue
+        if isinstance(holder, torch.Tensor):
+            raise RuntimeError(
+                f"a tensor (shape {tuple(holder.shape)}) that a function of a Block refers to (as a variable of a "
+                "closure, a default or an argument of a partial) was modified in place after the Block's forward "
+                f"started (version {holder._version}, expected {content}), so its forward cannot be run again; keep "
+                "it in a buffer, or give the Block use_checkpoint=False"
+            )
         if isinstance(holder, dict):
             holder.update(content)
             for name in holder.keys() - content.keys():
@@ -243,5 +265,7 @@ def reached_from(values: list[Any]) -> list[Holder]:
                 found[id(holder)] = (holder, _content(holder))
                 items = _items(holder)
                 inner += items.values() if isinstance(items, dict) else items or ()
+                if isinstance(holder, CellType):
+                    found.update({id(each): (each, each._version) for each in filter(_is_data, items)})
         values = inner
     return list(found.values())

@@ -173,10 +173,10 @@ def old_value(buffer: Buffer, label: str) -> torch.Tensor | None:
 
 
 def exchanged_error(label: str) -> RuntimeError:
-    """Returns the error of a Block whose modules are others than in its forward."""
+    """Returns the error of a Block whose modules or parameters are others than in its forward."""
     return RuntimeError(
-        f"{label}: its modules were exchanged between forward and backward, so that its forward cannot be run again; "
-        "exchange them after the backward, or give the Block use_checkpoint=False"
+        f"{label}: its modules or parameters were exchanged between forward and backward (as functional_call() does), "
+        "so its forward cannot be run again; exchange them after the backward, or give it use_checkpoint=False"
     )
 
 

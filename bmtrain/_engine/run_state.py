@@ -15,7 +15,7 @@ from .block_state import BlockState
 from .helper_state import SMALL_BYTES, HelperState, Holder, helpers_of, reached_from
 from .plain_state import Buffer, PlainState, exchanged_error, old_value
 
-_FORWARD_HOOKS = attrgetter("_forward_hooks")
+_FORWARD_HOOKS, _PARAMETERS = attrgetter("_forward_hooks"), attrgetter("_parameters")
 
 
 class ModuleState:
@@ -108,6 +108,7 @@ class ModuleSnapshot:
         self._state, self._buffers, self._plain, self._held = state, buffers, plain, held
         self._in_place = None if plain.is_unused and not held else plain.before_forward(modules, held)
         self._attributes = [(module, vars(module).copy()) for module in modules]
+        self._parameters = list(map(dict.copy, map(_PARAMETERS, modules)))
 
     def _changed(self) -> list[tuple[torch.nn.Module, dict[str, Any]]]:
         """Returns the modules that have other attributes now, and the old ones."""
@@ -132,6 +133,9 @@ class ModuleSnapshot:
         """Context manager with the old attributes and (new tensors of) buffers; the current ones are put back."""
         if self._state.walk() != self._modules:
             raise exchanged_error(label)
+        for (module, _), old in zip(self._attributes, self._parameters, strict=True):
+            if not all(map(is_, map(module._parameters.get, old), old.values())):
+                raise exchanged_error(label)
         changed = self._changed()
         distinct = {id(noted.tensor): noted for noted in self._buffers} if self._buffers else {}
         values = {key: old_value(noted, label) for key, noted in distinct.items()} if distinct else {}

@@ -289,6 +289,8 @@ def transformed() -> None:
         for call in (torch.func.grad(lambda x, part=part: part(x).sum()), torch.vmap(part)):
             with pytest.raises(RuntimeError, match=r"transform of torch.func"):
                 call(x)
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"dual_level\(\)"):
+            part(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
 
 
 def test_functional_calls_take_full_tensors_and_no_shards() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import random
 import types
@@ -463,6 +464,7 @@ FUNCTIONS: list[Callable[[], Callable[[], Any]]] = [
     lambda: [0.5, 0.25, 0.125, 4.0, 8.0, 16.0].pop,
     lambda: functools.partial(list.pop, [0.5, 0.25, 0.125, 4.0, 8.0, 16.0]),
     lambda: functools.partial(lambda seen: len(seen.add(len(seen)) or seen), seen=set()),
+    lambda: functools.partial(lambda total: total.add_(1.0).clone(), total=torch.ones(6)),
     lambda: functools.partial(torch.rand, 6, generator=torch.Generator().manual_seed(3)),
     lambda: random.Random(3).random,
     lambda: np.random.default_rng(3).normal,
@@ -503,19 +505,82 @@ def test_what_functions_refer_to_is_as_it_was_in_the_first_run() -> None:
     run_ranks(2, changed_by_functions)
 
 
+def add_one(total: torch.Tensor) -> torch.Tensor:
+    return total.add_(1.0).clone()
+
+
+def of_closure() -> Callable[[], torch.Tensor]:
+    total = torch.ones(6)
+    return lambda: add_one(total)
+
+
+def of_default() -> Callable[[], torch.Tensor]:
+    def add(total: torch.Tensor = torch.ones(6)) -> torch.Tensor:  # noqa: B008
+        return add_one(total)
+
+    return add
+
+
+#: Makers of functions that write to a tensor in memory that both runs of a forward share.
+WRITERS: list[Callable[[], Callable[[], torch.Tensor]]] = [
+    lambda: functools.partial(add_one, torch.ones(6)),
+    lambda: functools.partial(lambda totals: add_one(totals[0]), (torch.ones(6),)),
+    of_closure,
+    of_default,
+]
+
+
+def written_by_functions() -> None:
+    for make in WRITERS:
+        for is_argument in (True, False):
+            plain, model = twins(Calling)
+            for block in (bmt.Block(model, use_checkpoint=False), bmt.Block(copy.deepcopy(model))):
+                gradients = []
+                for module in (plain, block):
+                    function, x = make(), torch.full((2, 6), 0.5, requires_grad=True)
+                    module.function = function
+                    loss = module(x, {"it": (function,)} if is_argument else None).sum()
+                    if module is block and block._policy.recompute.value != "off":
+                        with pytest.raises(
+                            RuntimeError, match="of a Block refers to.*modified in place.*buffer"
+                        ):
+                            loss.backward()
+                        break
+                    loss.backward()
+                    gradients.append(x.grad)
+                else:
+                    torch.testing.assert_close(*gradients)
+
+
+def test_writes_to_tensors_of_functions_are_refused_where_they_would_count_twice() -> None:
+    run_ranks(1, written_by_functions)
+
+
 def exchanged() -> None:
     plain, model = twins(lambda: Stateful(memory))
     block = bmt.Block(model)
     loss = block(torch.ones(2, 6)).sum()
     before, block.down = block.down, torch.nn.Identity()
     with pytest.raises(
-        RuntimeError, match="its modules were exchanged between forward and backward.*use_checkpoint"
+        RuntimeError,
+        match="its modules or parameters were exchanged between forward and backward.*use_checkpoint",
     ):
         loss.backward(retain_graph=True)
     block.down = before
     loss.backward()
     plain(torch.ones(2, 6)).sum().mul(bmt.world_size()).backward()
     check_gradients(plain, block, tolerance=1e-5)
+    bias, gradients = torch.linspace(-1, 1, 6), []
+    for module in (plain, bmt.Block(copy.deepcopy(model), use_checkpoint=False), block):
+        x = torch.ones(2, 6, requires_grad=True)
+        loss = torch.func.functional_call(module, {"down.bias": bias}, (x,)).sum()
+        if module is block:
+            with pytest.raises(RuntimeError, match="functional_call.*use_checkpoint=False"):
+                loss.backward()
+        else:
+            loss.backward()
+            gradients.append(x.grad)
+    torch.testing.assert_close(*gradients)
 
 
 def test_modules_stay_between_forward_and_backward() -> None:
