@@ -110,6 +110,23 @@ def test_goes_on_in_the_middle_of_an_epoch(stop: int, workers: int) -> None:
         assert same_generator
 
 
+def left_by_break() -> list[list[list[int]]]:
+    """Two loops: the first is left in its epoch, the second has the next epoch from its beginning."""
+    batches = bmt.data.loader(range(SIZE - 1), 5, seed=3)  # the last samples fill no step
+    first = [batch.tolist() for batch in islice(batches, 2)]
+    again = [batch.tolist() for batch in batches]
+    assert (batches.epoch, batches.state_dict()["samples"]) == (2, 0)
+    whole = bmt.data.loader(range(SIZE - 1), 5, seed=3)
+    epochs = [[batch.tolist() for batch in whole] for _ in range(2)]
+    assert len(epochs[0]) == len(whole) == (SIZE - 1) // 10
+    assert (first, again) == (epochs[0][:2], epochs[1])
+    return epochs
+
+
+def test_a_loop_after_a_break_is_the_next_epoch() -> None:
+    run_ranks(2, left_by_break)
+
+
 def drawn_by_workers() -> list[list[float]]:
     batches = bmt.data.loader(Noisy(), 5, num_workers=1, collate_fn=list)
     assert batches.state_dict()["seed"] == 0

@@ -38,6 +38,8 @@ def train(program: str, loses: bool) -> Any:
     for step in range(STEPS):
         if program == "options":
             optimizers[0].param_groups[0].update(weight_decay=0.1 * step, betas=(0.9, 0.99 - 0.01 * step))
+        if program == "frozen in turn":
+            params[0].requires_grad_(step % 2 == 1)
         for p in params if step % 2 else ():
             if program == "data":
                 p.data.mul_(0.9)
@@ -72,7 +74,7 @@ def outcomes_of(program: str) -> list[Any]:
     return rank_outcomes(4, train, program, True, init=init, fresh=True, timeout=100)
 
 
-@pytest.mark.parametrize("program", ["options", "two optimizers", "data", "assigned"])
+@pytest.mark.parametrize("program", ["options", "two optimizers", "data", "assigned", "frozen in turn"])
 def test_same_bits(program: str) -> None:
     ((losses, values, _),) = run_ranks(1, train, program, False, init={"virtual_shards": SHARDS})
     kept = [outcome.value for outcome in outcomes_of(program) if outcome.status is Status.RETURNED]

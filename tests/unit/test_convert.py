@@ -195,6 +195,19 @@ def test_a_table_of_safetensors_in_any_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("ties", "order"),
+    [({"b": "c"}, ["a", "b"]), ({"b": "a"}, ["a"]), ({"b": "a"}, ["a", "b", "c"])],
+)
+def test_a_note_of_ties_that_does_not_fit_is_refused(
+    ties: dict[str, str], order: list[str], tmp_path: Path
+) -> None:
+    note = {"bmtrain.ties": json.dumps({"ties": ties, "order": order})}
+    save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors", metadata=note)
+    with pytest.raises(UnreadableFileError, match="its note of shared tensors does not fit"):
+        convert(tmp_path / "a.safetensors", tmp_path / "b.pt")
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("{}", "not an index of safetensors files"),
