@@ -153,6 +153,19 @@ def scaled(places: dict[str, Any]) -> list[torch.Tensor]:
     return [*losses, scale, *values_of(model, [optimizer])]
 
 
+def changed(places: dict[str, Any]) -> list[torch.Tensor]:
+    """Writes to parameters between steps, which the masters follow."""
+    model = built(places, torch.bfloat16)
+    optimizer = bmt.optim.AdamOffloadOptimizer(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(4):
+        losses += steps(model, managed(optimizer), range(step, step + 1), torch.bfloat16)
+        for number, p in enumerate(model.parameters()):
+            if number % 3 != step % 3:
+                p.data.mul_(0.9)
+    return [*losses, *values_of(model, [optimizer])]
+
+
 def divided(places: dict[str, Any]) -> list[torch.Tensor]:
     """Two optimizers, each of them for a part of every block; one of them does not step each time."""
     model = built(places)
@@ -282,6 +295,7 @@ PROGRAMS: list[Callable[[dict[str, Any]], list[torch.Tensor]]] = [
     initialised_again,
     accumulated,
     scaled,
+    changed,
     divided,
     half,
     evaluated,
