@@ -33,7 +33,7 @@ CORE = {
     "shard": ("shard", 2719),
     "disk": ("disk", 900),
     "optim": ("optim", 1957),
-    "cpu": ("cpu", 2451),
+    "cpu": ("cpu", 2498),
     "cuda": ("cuda", 1564),
     "packaging": ("packaging", 86),
     "testing": ("testing", 204),

@@ -1,5 +1,7 @@
 // One Adam step over moments in 8 bits. See [Note: Moments in 8 bits].
 
+#include "cpu/words.inl"
+
 // Blocks that are computed together: first all updates, whose divisions take long, then all codes.
 constexpr std::int64_t kTogether = 4;
 constexpr std::int64_t kGroup = kTogether * kMomentBlock;
@@ -24,10 +26,16 @@ static inline Words::Part word(std::uint16_t x) { return Words::Part{} + x; }
 // Constants that the compiler is not to know: it would make them anew in each turn, where memory has them for
 // nothing.
 struct CodeMasks {
+  U16x8 tops, least_exponents, not_finite;  // of the blocks of a group
   Words::Part sign, magnitude, decoded, decoded_magnitude, least;
 };
 static inline void fill(CodeMasks& masks) {
-  masks = {.sign = word(0x8000),
+  constexpr std::uint16_t kSignedTop = 127 << kBelowCode;
+  constexpr std::uint16_t kTop = 255 << kBelowCode;
+  masks = {.tops = U16x8{kSignedTop, kSignedTop, kSignedTop, kSignedTop, kTop, kTop, kTop, kTop},
+           .least_exponents = U16x8{} + std::uint16_t{33},
+           .not_finite = U16x8{} + std::uint16_t{kNotFinite},
+           .sign = word(0x8000),
            .magnitude = word(0x7fff),
            .decoded = word(0x87f0),
            .decoded_magnitude = word(0x07f0),
@@ -48,36 +56,40 @@ struct CodedMoments {
 
 // Of the blocks of a group, first of the first moment, then of the second.
 struct GroupExponents {
-  U16x8 exponents;
+  std::uint64_t bytes;  // one for each, the first one lowest
   // What is added to a code in the place of a bf16 number to get that number, in both halves.
-  std::uint32_t zero_codes[2 * kTogether];
-  bool all_finite;
+  alignas(16) std::uint32_t zero_codes[2 * kTogether];
 
-  void set(const U16x8& values) {
-    constexpr std::uint16_t kSignedTop = 127 << kBelowCode;
-    constexpr std::uint16_t kTop = 255 << kBelowCode;
-    constexpr U16x8 kTops = {kSignedTop, kSignedTop, kSignedTop, kSignedTop, kTop, kTop, kTop, kTop};
-    exponents = values;
-    const U16x8 zeros = (values << kExponent) - kTops;
-    const U32x8 both = __builtin_convertvector(zeros, U32x8) * 0x10001u;
-    __builtin_memcpy(zero_codes, &both, sizeof zero_codes);
-    const U16x8 not_finite = __builtin_bit_cast(U16x8, values == kNotFinite);
-    std::uint64_t parts[2];
-    __builtin_memcpy(parts, &not_finite, sizeof parts);
-    all_finite = (parts[0] | parts[1]) == 0;
-  }
-
-  void load(const CodedMoments& moments) {
-    U8x8 bytes;
-    __builtin_memcpy(&bytes, moments.exp_avg.exponents, kTogether);
-    __builtin_memcpy(reinterpret_cast<char*>(&bytes) + kTogether, moments.exp_avg_sq.exponents, kTogether);
-    set(__builtin_convertvector(bytes, U16x8));
+  void load(const CodedMoments& moments, const CodeMasks& masks) {
+    std::uint32_t parts[2];
+    __builtin_memcpy(&parts[0], moments.exp_avg.exponents, kTogether);
+    __builtin_memcpy(&parts[1], moments.exp_avg_sq.exponents, kTogether);
+    bytes = parts[0] | std::uint64_t{parts[1]} << 32;
+    U16x8 exponents;
+    words_of_bytes(exponents, bytes);
+    set_zero_codes(exponents, masks);
   }
   void store(const CodedMoments& moments) const {
-    const U8x8 bytes = __builtin_convertvector(exponents, U8x8);
-    __builtin_memcpy(moments.exp_avg.exponents, &bytes, kTogether);
-    __builtin_memcpy(moments.exp_avg_sq.exponents, reinterpret_cast<const char*>(&bytes) + kTogether,
-                     kTogether);
+    const std::uint32_t parts[2] = {static_cast<std::uint32_t>(bytes),
+                                    static_cast<std::uint32_t>(bytes >> 32)};
+    __builtin_memcpy(moments.exp_avg.exponents, &parts[0], kTogether);
+    __builtin_memcpy(moments.exp_avg_sq.exponents, &parts[1], kTogether);
+  }
+  void set(const U16x8& exponents, const CodeMasks& masks) {
+    bytes = bytes_of_words(exponents);
+    set_zero_codes(exponents, masks);
+  }
+  [[nodiscard]] bool is_finite(int i) const { return (bytes >> 8 * i & 0xff) != kNotFinite; }
+  // Whether none is kNotFinite: no byte of the complement is 0, so that subtracting 1 from all sets no upper
+  // bit that was not set.
+  [[nodiscard]] bool all_finite() const {
+    constexpr std::uint64_t kOnes = 0x0101010101010101u;
+    return ((~bytes - kOnes) & bytes & kOnes << 7) == 0;
+  }
+
+ private:
+  void set_zero_codes(const U16x8& exponents, const CodeMasks& masks) {
+    store_twice(zero_codes, (exponents << kExponent) - masks.tops);
   }
 };
 
@@ -175,7 +187,7 @@ static void decode_to_nan(GroupExponents& group, const CodedMoments& coded) {
   const CodedArray* const arrays[2] = {&coded.exp_avg, &coded.exp_avg_sq};
   const std::uint32_t tops[2] = {127, 255};
   for (int i = 0; i < 2 * kTogether; ++i) {
-    if (group.exponents[i] != kNotFinite) continue;
+    if (group.is_finite(i)) continue;
     const std::uint32_t top = tops[i / kTogether];
     __builtin_memset(arrays[i / kTogether]->codes + i % kTogether * kMomentBlock, static_cast<int>(top),
                      kMomentBlock);
@@ -218,13 +230,13 @@ template <typename Grad>
 
 // The exponent of a block is that of the power of two at or above all that is encoded, at least 2^-94, so
 // that codes of zeros are 0.
-static inline void choose_exponents(GroupScratch& scratch) {
+static inline void choose_exponents(GroupScratch& scratch, const CodeMasks& masks) {
   U16x8 largest;
   max_of_words(largest, scratch.largest);
   U16x8 exponents = ((largest >> kBelowCode) + 7) >> (kExponent - kBelowCode);
-  exponents = exponents < 33 ? U16x8{} + std::uint16_t{33} : exponents;
-  exponents = exponents > kNotFinite ? U16x8{} + std::uint16_t{kNotFinite} : exponents;
-  scratch.exponents.set(exponents);
+  exponents = exponents > masks.least_exponents ? exponents : masks.least_exponents;
+  exponents = exponents < masks.not_finite ? exponents : masks.not_finite;
+  scratch.exponents.set(exponents, masks);
 }
 
 [[gnu::always_inline]] static inline void encode_block(const GroupScratch& scratch, const CodeMasks& masks,
@@ -239,11 +251,11 @@ static inline void choose_exponents(GroupScratch& scratch) {
 // Stores the exponents of a group whose blocks have been encoded.
 static inline void store_exponents(const GroupExponents& group, const CodedMoments& coded) {
   group.store(coded);
-  if (group.all_finite) [[likely]]
+  if (group.all_finite()) [[likely]]
     return;
   std::uint8_t* const codes[2] = {coded.exp_avg.codes, coded.exp_avg_sq.codes};
   for (int i = 0; i < 2 * kTogether; ++i) {
-    if (group.exponents[i] == kNotFinite)
+    if (!group.is_finite(i))
       __builtin_memset(codes[i / kTogether] + i % kTogether * kMomentBlock, 0, kMomentBlock);
   }
 }
@@ -256,8 +268,8 @@ template <typename Grad, typename Rounded>
                                                      Rounded* rounded, const CodedMoments& coded,
                                                      bool is_first, GroupScratch& scratch) {
   GroupExponents group;
-  group.load(coded);
-  if (!group.all_finite) [[unlikely]]
+  group.load(coded, masks);
+  if (!group.all_finite()) [[unlikely]]
     decode_to_nan(group, coded);
   for (int k = 0; k < kTogether; ++k) {
     const std::int64_t ahead = kAhead + k * kMomentBlock;
@@ -282,7 +294,7 @@ template <typename Grad, typename Rounded>
       if constexpr (sizeof(Rounded) == 2) store(rounded + i, updated);
     }
   }
-  choose_exponents(scratch);
+  choose_exponents(scratch, masks);
 }
 
 template <typename Grad, typename Rounded, bool kUsual>

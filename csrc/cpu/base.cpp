@@ -3,6 +3,10 @@
 // -O3 takes twice as long to compile. A step of this level takes 1.3 times as long with -O2.
 #pragma GCC optimize("O2")
 #endif
+#ifdef __x86_64__
+#include <emmintrin.h>
+#endif
+
 #include <cstddef>
 #include <cstdint>
 
