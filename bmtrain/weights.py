@@ -159,12 +159,11 @@ class _MetaBuffer:
         buffer: Any = module._buffers[name]
         self.module, self.name, self._path = module, name, path
         self.is_persistent = name not in module._non_persistent_buffers_set
-        module._buffers[name] = torch.empty_like(buffer, device=context().device)
+        self._made = module._buffers[name] = torch.empty_like(buffer, device=context().device)
 
     def is_filled(self) -> bool:
-        """Whether anything was written to it."""
-        buffer = self.module._buffers[self.name]
-        return buffer is None or buffer._version > 0
+        """Whether anything was written to it, or put in its place."""
+        return self._made._version > 0 or self.module._buffers[self.name] is not self._made
 
     def __str__(self) -> str:
         return self._path

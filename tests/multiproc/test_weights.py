@@ -235,6 +235,33 @@ class Table(torch.nn.Module):
         self.register_buffer("angles", torch.arange(3.0), persistent=False)
 
 
+class Computing(Table):
+    """Computes its buffer as models do: writes to it, puts another tensor or None in its place."""
+
+    way = ""
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        if self.way == "written":
+            module.angles.copy_(torch.arange(3.0))
+        else:
+            module.angles = torch.arange(3.0) if self.way == "replaced" else None
+
+
+def load_and_compute(folder: str) -> None:
+    bmt.weights.save(Table(), folder)
+    bmt.synchronize()
+    for way in ("written", "replaced", "none"):
+        with torch.device("meta"):
+            model = Computing()
+        model.way = way
+        bmt.weights.load(bmt.BMTrainModelWrapper(model), folder)
+        assert model.angles is None if way == "none" else model.angles.tolist() == [0, 1, 2]
+
+
+def test_buffers_that_the_model_computes(tmp_path: Path) -> None:
+    run_ranks(2, load_and_compute, str(tmp_path))
+
+
 def load_problems(folder: str) -> list[str]:
     from safetensors.torch import save_file
 

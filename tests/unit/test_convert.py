@@ -35,6 +35,7 @@ def make_state() -> dict[str, torch.Tensor]:
             torch.bool,
         )
     }
+    state["uint32"] = torch.arange(7, dtype=torch.uint32)
     state["float8"] = torch.randn(9, generator=generator).to(torch.float8_e4m3fn)
     state.update(
         scalar=torch.tensor(3.5), empty=torch.zeros(0, 4), large=torch.randn(300, 301, generator=generator)
@@ -107,6 +108,8 @@ def test_records_are_aligned(tmp_path: Path) -> None:
     data = (tmp_path / "b.pt").read_bytes()
     large = make_state()["large"].numpy().tobytes()
     assert data.index(large) % 64 == 0
+    convert(tmp_path / "a.pt", tmp_path / "b.safetensors")
+    assert int.from_bytes((tmp_path / "b.safetensors").read_bytes()[:8], "little") % 64 == 0
 
 
 def test_files_of_the_reference_implementation(tmp_path: Path) -> None:
@@ -120,7 +123,7 @@ def test_files_of_the_reference_implementation(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save(make_state(), tmp_path / "a.pt")
     assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "b.safetensors")]) == 0
-    assert "11 tensors" in capsys.readouterr().err
+    assert "12 tensors" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "b")]) == 1
     assert "does not determine the kind of file" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "none.pt"), str(tmp_path / "b.pt")]) == 1
