@@ -35,7 +35,7 @@ def make_state() -> dict[str, torch.Tensor]:
             torch.bool,
         )
     }
-    state["uint32"] = torch.arange(7, dtype=torch.uint32)
+    state["uint32"] = torch.arange(7).to(torch.uint32)
     state["float8"] = torch.randn(9, generator=generator).to(torch.float8_e4m3fn)
     state.update(
         scalar=torch.tensor(3.5), empty=torch.zeros(0, 4), large=torch.randn(300, 301, generator=generator)
