@@ -86,38 +86,29 @@ class Topology:
 
     def __post_init__(self) -> None:
         self._validate()
-        rank, tp, ep = self.rank, self.tp_size, self.ep_size
-        stage_size = self.world_size // self.pipe_size
-        stage_id, pipe_idx = divmod(rank, stage_size)
-        tp_idx, tp_id = divmod(rank, tp)
-        ep_idx, ep_id = divmod(rank, ep)
-        dp_id, sp_id = divmod(tp_idx, self.sp_size)
-        coordinates = {
-            "stages": self.pipe_size,
-            "stage_id": stage_id,
-            "pipe_idx": pipe_idx,
-            "tp_id": tp_id,
-            "tp_idx": tp_idx,
-            "pp_zero_idx": stage_id,
-            "pp_zero_id": pipe_idx,
-            "tp_zero_idx": tp_id,
-            "tp_zero_id": tp_idx,
-            "pp_tp_zero_idx": stage_id * tp + tp_id,
-            "pp_tp_zero_id": pipe_idx // tp,
-            "zero_idx": 0,
-            "zero_id": rank,
-            "ep_idx": ep_idx,
-            "ep_id": ep_id,
-            "ep_zero_idx": ep_id,
-            "ep_zero_id": ep_idx,
-            "pp_ep_zero_idx": stage_id * ep + ep_id,
-            "pp_ep_zero_id": pipe_idx // ep,
-            "sp_idx": dp_id * tp + tp_id,
-            "sp_id": sp_id,
-            "dp_id": dp_id,
-        }
+        coordinates = {"stages": self.pipe_size, "dp_id": self.rank // (self.tp_size * self.sp_size)}
+        for kind, (run, step) in self._cuts().items():
+            number, place = divmod(self.rank, run)
+            coordinates[_attribute_of_group(kind)] = number * step + place % step
+            coordinates[_attribute_of_rank(kind)] = place // step
         for name, value in coordinates.items():
             object.__setattr__(self, name, value)
+
+    def _cuts(self) -> dict[GroupKind, tuple[int, int]]:
+        """Returns how each family cuts the world: into runs of so many ranks, in which a group has every n-th rank."""
+        world, stage, tp, ep = self.world_size, self.world_size // self.pipe_size, self.tp_size, self.ep_size
+        return {
+            GroupKind.ZERO: (world, 1),
+            GroupKind.TP: (tp, 1),
+            GroupKind.PIPE: (world, stage),
+            GroupKind.TP_ZERO: (world, tp),
+            GroupKind.PP_ZERO: (stage, 1),
+            GroupKind.PP_TP_ZERO: (stage, tp),
+            GroupKind.EP: (ep, 1),
+            GroupKind.EP_ZERO: (world, ep),
+            GroupKind.PP_EP_ZERO: (stage, ep),
+            GroupKind.SP: (tp * self.sp_size, tp),
+        }
 
     def _validate(self) -> None:
         if self.world_size < 1:
@@ -182,7 +173,7 @@ class Topology:
         Raises:
             ValueError: for a name that is no family of groups.
         """
-        return int(getattr(self, _ID_ATTRIBUTES[_kind(name)][0]))
+        return int(getattr(self, _attribute_of_group(_kind(name))))
 
     def get_group_rank(self, name: str) -> int:
         """This rank's number inside its group of a family; names as in :meth:`get_group_id`.
@@ -190,7 +181,7 @@ class Topology:
         Raises:
             ValueError: for a name that is no family of groups.
         """
-        return int(getattr(self, _ID_ATTRIBUTES[_kind(name)][1]))
+        return int(getattr(self, _attribute_of_rank(_kind(name))))
 
     def members(self, name: str) -> tuple[int, ...]:
         """The world ranks of this rank's group of a family, in the order of their ranks inside it."""
@@ -198,29 +189,12 @@ class Topology:
 
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
         """The world ranks of every group of a family, in group order."""
-        world, tp, ep, kind = self.world_size, self.tp_size, self.ep_size, _kind(name)
-        stage_size = world // self.pipe_size
-        if kind is GroupKind.PIPE:
-            return tuple(tuple(range(i, world, stage_size)) for i in range(stage_size))
-        if kind is GroupKind.TP:
-            return tuple(tuple(range(i, i + tp)) for i in range(0, world, tp))
-        if kind is GroupKind.TP_ZERO:
-            return tuple(tuple(range(i, world, tp)) for i in range(tp))
-        if kind is GroupKind.EP:
-            return tuple(tuple(range(i, i + ep)) for i in range(0, world, ep))
-        if kind is GroupKind.EP_ZERO:
-            return tuple(tuple(range(i, world, ep)) for i in range(ep))
-        if kind is GroupKind.SP:
-            step = tp * self.sp_size
-            return tuple(tuple(range(s + i, s + step, tp)) for s in range(0, world, step) for i in range(tp))
-        starts = range(0, world, stage_size)
-        if kind is GroupKind.PP_ZERO:
-            return tuple(tuple(range(s, s + stage_size)) for s in starts)
-        if kind is GroupKind.PP_TP_ZERO:
-            return tuple(tuple(range(s + i, s + stage_size, tp)) for s in starts for i in range(tp))
-        if kind is GroupKind.PP_EP_ZERO:
-            return tuple(tuple(range(s + i, s + stage_size, ep)) for s in starts for i in range(ep))
-        return (tuple(range(world)),)
+        run, step = self._cuts()[_kind(name)]
+        return tuple(
+            tuple(range(first, begin + run, step))
+            for begin in range(0, self.world_size, run)
+            for first in range(begin, begin + step)
+        )
 
     # Names of the 0.2.x releases.
 
@@ -255,19 +229,12 @@ class Topology:
         return self.dp_group[-1]
 
 
-# Family -> (attribute with the group's number, attribute with the rank inside the group).
-_ID_ATTRIBUTES: dict[GroupKind, tuple[str, str]] = {
-    GroupKind.ZERO: ("zero_idx", "zero_id"),
-    GroupKind.TP: ("tp_idx", "tp_id"),
-    GroupKind.PIPE: ("pipe_idx", "stage_id"),
-    GroupKind.TP_ZERO: ("tp_zero_idx", "tp_zero_id"),
-    GroupKind.PP_ZERO: ("pp_zero_idx", "pp_zero_id"),
-    GroupKind.PP_TP_ZERO: ("pp_tp_zero_idx", "pp_tp_zero_id"),
-    GroupKind.EP: ("ep_idx", "ep_id"),
-    GroupKind.EP_ZERO: ("ep_zero_idx", "ep_zero_id"),
-    GroupKind.PP_EP_ZERO: ("pp_ep_zero_idx", "pp_ep_zero_id"),
-    GroupKind.SP: ("sp_idx", "sp_id"),
-}
+def _attribute_of_group(kind: GroupKind) -> str:
+    return f"{kind.value}_idx"
+
+
+def _attribute_of_rank(kind: GroupKind) -> str:
+    return "stage_id" if kind is GroupKind.PIPE else f"{kind.value}_id"
 
 
 def _kind(name: str) -> GroupKind:
