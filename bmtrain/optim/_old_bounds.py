@@ -39,13 +39,16 @@ def is_of_whole_parameters(state_dict: Mapping[str, Any], parameters: Iterable[t
     """
     if "is_whole" in state_dict:
         return bool(state_dict["is_whole"])
+    parameters = list(parameters)
     shapes = [
         (value.shape, whole_shape(p))
         for number, p in parameters
         for key, value in state_dict["state"].get(number, {}).items()
         if isinstance(value, Tensor) and key not in SCALARS
     ]
-    return all(a == b for a, b in shapes) and any(len(a) > 1 for a, _ in shapes)
+    # Vectors may be whole on one rank alone; where bounds have moved, all ranks answer alike.
+    is_told = any(len(a) > 1 for a, _ in shapes) or all(bounds_before(p) is None for _, p in parameters)
+    return all(a == b for a, b in shapes) and bool(shapes) and is_told
 
 
 def at_present_bounds(

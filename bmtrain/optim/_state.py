@@ -7,6 +7,7 @@ their state with the shape of its parameter's shard is gathered.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -66,8 +67,21 @@ def load_optimizer_state(optimizer: Any, state: dict[str, Any], loss_scale: floa
     entries_of = state["state"]
     if not (whole or is_aligned):
         entries_of = at_present_bounds(entries_of, enumerate(parameters))
+    loaded = _cut_entries(entries_of, parameters, whole)
+    optimizer.load_state_dict({"state": loaded, "param_groups": state["param_groups"]})
+
+
+def take_whole_state(optimizer: Any, state: dict[str, Any]) -> dict[str, Any] | None:
+    """Hook of an optimizer of torch that loads a state: cuts one of whole parameters to this rank's shards."""
+    parameters = numbered_parameters(optimizer)
+    if not is_of_whole_parameters(state, enumerate(parameters)):
+        return None
+    return {**state, "state": _cut_entries(state["state"], parameters, True)}
+
+
+def _cut_entries(state: Mapping[Any, Any], parameters: list[Tensor], whole: bool) -> dict[Any, Any]:
     loaded: dict[Any, Any] = {}
-    for index, entries in entries_of.items():
+    for index, entries in state.items():
         p = parameters[index] if isinstance(index, int) and index < len(parameters) else None
         if p is not None and not is_here(p):
             continue  # as before a load: the number of its steps would stand still
@@ -75,7 +89,7 @@ def load_optimizer_state(optimizer: Any, state: dict[str, Any], loss_scale: floa
             key: _cut(p, value, whole and key not in SCALARS) if isinstance(value, Tensor) else value
             for key, value in entries.items()
         }
-    optimizer.load_state_dict({"state": loaded, "param_groups": state["param_groups"]})
+    return loaded
 
 
 def _size_of_shard(p: Tensor, is_aligned: bool) -> int:

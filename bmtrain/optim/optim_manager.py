@@ -30,7 +30,7 @@ from ._grad_stats import (
 )
 from ._loss_watch import LossWatch
 from ._options_watch import OptionsWatch
-from ._state import load_optimizer_state, optimizer_state
+from ._state import load_optimizer_state, optimizer_state, take_whole_state
 from ._suitability import (
     refuse_policies_of_tiers,
     refuse_whole_tensor_optimizer,
@@ -190,6 +190,8 @@ class OptimManager:
         if (survival := _survival()) is not None:
             survival.add(self, optimizer)
         warn_of_likely_mistakes(optimizer)
+        if isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "_bmtrain_optimizer"):
+            optimizer.register_load_state_dict_pre_hook(take_whole_state)
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
 

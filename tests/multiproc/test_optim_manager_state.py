@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -216,8 +217,14 @@ def plain_model() -> torch.nn.Module:
 
 
 def continued(number: int) -> None:
+    for make in (plain_model, lambda: torch.nn.LayerNorm(3)):
+        for loads_itself in (False, True):
+            continued_with(number, make, loads_itself)
+
+
+def continued_with(number: int, make: Callable[[], torch.nn.Module], loads_itself: bool) -> None:
     kind, options, sharded_kind, sharded_options = CONTINUED[number]
-    plain = plain_model()
+    plain = make()
     x = torch.randn(4, 3)
 
     def step(model: torch.nn.Module, optimizer: Any, divisor: int = 1) -> None:
@@ -231,7 +238,11 @@ def continued(number: int) -> None:
     model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
     sharded = sharded_kind(model.parameters(), lr=0.5, **sharded_options)
     manager = make_manager(sharded)
-    manager.load_state_dict({**manager.state_dict(), "optimizers": [copy.deepcopy(optimizer.state_dict())]})
+    state = copy.deepcopy(optimizer.state_dict())
+    if loads_itself:
+        sharded.load_state_dict(state)
+    else:
+        manager.load_state_dict({**manager.state_dict(), "optimizers": [state]})
     for _ in range(3):
         step(plain, optimizer)
         step(model, sharded, bmt.world_size())
