@@ -148,7 +148,6 @@ class _Conversion:
         """Converts one module, without its children; of a converted one, the parameters registered since."""
         if issubclass(type(module), _Converted):
             self.parameters_of(module)
-            return
         if isinstance(module, (DistributedModule, *_LISTS)):
             return
         if isinstance(module, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):

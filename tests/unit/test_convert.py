@@ -264,10 +264,32 @@ def test_a_failed_save_to_a_folder_leaves_no_mixture(failing: int, tmp_path: Pat
     assert [int(file.read(name)[0]) for name, file in locate_tensors(tmp_path).items()] == [1] * 4
 
 
-@pytest.mark.parametrize(
-    ("target", "kind"),
-    [("b.pt", None), ("b.safetensors", None), ("b", "safetensors"), ("b", "checkpoint"), ("b", "dcp")],
-)
+TARGETS = [("b.pt", None), ("b.safetensors", None), ("b", "safetensors"), ("b", "checkpoint"), ("b", "dcp")]
+
+
+@pytest.mark.parametrize(("target", "kind"), TARGETS)
+def test_a_conversion_that_fails_leaves_what_was_there_or_nothing(
+    target: str, kind: str | None, tmp_path: Path
+) -> None:
+    torch.save({"first": torch.ones(3), "last": torch.ones(2)}, tmp_path / "a.pt")
+    torch.save({"first": torch.zeros(3), "last": torch.zeros(2)}, tmp_path / "other.pt")
+    convert(tmp_path / "a.pt", tmp_path / target, kind)
+
+    def fail(done: int, total: int) -> None:
+        if done == total:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        convert(tmp_path / "other.pt", tmp_path / target, kind, overwrite=True, report=fail)
+    if kind == "dcp":
+        with pytest.raises(FileNotFoundError):
+            convert(tmp_path / target, tmp_path / "kept.pt")
+    else:
+        convert(tmp_path / target, tmp_path / "kept.pt")
+        assert_same(torch.load(tmp_path / "kept.pt"), torch.load(tmp_path / "a.pt"))
+
+
+@pytest.mark.parametrize(("target", "kind"), TARGETS)
 def test_weights_that_are_there_are_replaced_only_when_asked(
     target: str, kind: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
