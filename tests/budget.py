@@ -18,11 +18,11 @@ PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2613),
     "watch": ("_watch", 1951),
     "ranks": ("_ranks global_var nccl synchronize utils", 4244),
-    "shards": ("_shards parameter", 1885),
+    "shards": ("_shards parameter", 1884),
     "engine": ("_engine", 8330),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5667),
     "files": ("_files dcp distributed store weights", 4652),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10071),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10067),
     "survive": ("_survive survive", 2098),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_843),
 }

@@ -23,9 +23,8 @@ def show(param: torch.Tensor, *, gradient: bool = False) -> None:
         DiskError: they differ, or cannot be read; an update has failed.
     """
     finish_update(param)
-    runtime = block_on_drives(param)
-    if runtime is not None:
-        runtime.engine.drives.check()
+    if wants_disk(param):
+        param._block()._runtime.engine.drives.check()  # type: ignore[attr-defined]
     reference: Any = getattr(param, "_stored", None)
     stored = None if reference is None else reference()
     if stored is None:
@@ -38,13 +37,13 @@ def show(param: torch.Tensor, *, gradient: bool = False) -> None:
 
 def show_together(param: torch.Tensor, *, gradient: bool = False) -> None:
     """As `show`; all ranks raise the error. Collective for parameters on a drive, or whose state is."""
-    if block_on_drives(param) is not None:
+    if wants_disk(param):
         with failing_together("reading parameters on disk"):
             show(param, gradient=gradient)
 
 
-def block_on_drives(param: Any) -> Any:
-    """Returns the state of the parameter's Block if its policy puts optimizer state, at least, on a drive."""
-    block: Any = getattr(param, "_block", None)
-    runtime = None if block is None else block.runtime()
-    return runtime if runtime is not None and runtime.policy.optimizer == "disk" else None
+def wants_disk(param: Any) -> bool:
+    """Whether the policy of the parameter's Block, on any stage, puts optimizer state, at least, on a drive."""
+    reference: Any = getattr(param, "_block", None)
+    block = None if reference is None else reference()
+    return block is not None and block._policy.optimizer == "disk"

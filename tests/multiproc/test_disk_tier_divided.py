@@ -143,3 +143,39 @@ def test_a_flipped_bit_of_a_stage_ends_all(tmp_path: Path) -> None:
         "rank 1 raised DiskError: parameters of Layer#2: .*their checksum differs", str(raised.value)
     )
     assert found, raised.value
+
+
+def whole_values(places: list[dict[str, Any]]) -> list[torch.Tensor]:
+    """A step of a pipeline, and everything that ranks get from other stages."""
+    torch.manual_seed(3)
+    blocks = [bmt.Block(Layer("pipe"), mode="PIPE", policy=bmt.BlockPolicy(**place)) for place in places]
+    model = bmt.PipelineTransformerBlockList(blocks)
+    bmt.init_parameters(model)
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.01)
+    found = train(model, optimizer, range(2))[:-4]
+    params = list(model.parameters())
+    found += [*(p.gather() for p in params), *(p.gather_grad() for p in params)]
+    found += [bmt.optim.gather_state(optimizer, p, "exp_avg") for p in params]
+    state = model.state_dict()
+    with bmt.whole(model):
+        assert all(torch.equal(state[name], p) for name, p in model.named_parameters() if state)
+    rows = bmt.inspect.inspect_model(model, "*")
+    return [*found, *state.values(), *(torch.tensor([row["mean"], row["std"]]) for row in rows)]
+
+
+def mixed_stages() -> None:
+    small_chunks()
+    plain = whole_values([{}, {}])
+    for places in ([ALL, {}], [{}, TIERS[1]], [ALL, ALL]):
+        found = whole_values(places)
+        assert len(found) == len(plain)
+        assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True)), places
+    block = bmt.Block(Layer("pipe"), mode="PIPE", policy=bmt.BlockPolicy(**ALL))
+    model = bmt.PipelineTransformerBlockList([bmt.Block(Layer("pipe"), mode="PIPE"), block])
+    with pytest.raises(ValueError, match=r"expected an optimizer of bmtrain.optim, got SGD"):  # on all stages
+        bmt.optim.OptimManager().add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_stages_agree_on_what_is_on_a_drive(drive: Path) -> None:
+    init = {"tier_directories": [str(drive)], "pipe_size": 2, "num_micro_batches": 2}
+    run_ranks(2, mixed_stages, init=init)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ..._shards.at_rest import wants_disk
 from .device import OnDevice
-from .disk import OnDisk, wants_disk
+from .disk import OnDisk
 from .host import OnHost
 from .owners import OnHostOwners, OnOwners
 from .place import Place

@@ -22,7 +22,7 @@ from ..._engine.engine import current_engine
 from ..._engine.pending import PendingUpdates
 from ..._ranks.agree import failing_together
 from ..._ranks.context import Context
-from ..._shards.at_rest import block_on_drives
+from ..._shards.at_rest import wants_disk
 from ...errors import DiskError
 from .._arrays import MASTER
 from .._owners import is_here
@@ -403,8 +403,3 @@ def _gradient(update: Update, home: Home) -> Tensor:
         return update.grad.reshape(-1)
     stored.note_gradient_changes()
     return IN_FILE
-
-
-def wants_disk(p: Any) -> bool:
-    """Whether ``p`` is in a Block with a policy that puts its state on a drive."""
-    return block_on_drives(p) is not None
