@@ -278,6 +278,33 @@ def test_a_call_is_freed_without_a_collector_and_runs_backward_while_it_is_retai
     run_ranks(2, life_of_a_call, init={"pipe_size": 2, "num_micro_batches": 4})
 
 
+def activations_of_an_evaluation() -> tuple[int, int]:
+    """The most results of layers that were there at one time, and their number."""
+    pipeline = bmt.PipelineTransformerBlockList([Layer() for _ in range(8)])
+    bmt.init_parameters(pipeline)
+    results: list[Any] = []
+    alive = []
+
+    def note(layer, args, out) -> None:
+        results.append(weakref.ref(out))
+        alive.append(sum(ref() is not None for ref in results))
+
+    for layer in pipeline:
+        layer.register_forward_hook(note)
+    x = torch.randn(BATCH, DIM)
+    with torch.no_grad():
+        pipeline(x, x, torch.zeros(2 * DIM), flag="mask")
+    return max(alive), len(results)
+
+
+def test_an_evaluation_holds_the_activations_of_a_few_layers():
+    for most, number in run_ranks(
+        2, activations_of_an_evaluation, init={"pipe_size": 2, "num_micro_batches": 8}
+    ):
+        assert number == 32
+        assert most <= 3  # the input and the result of a layer, and what is sent
+
+
 def stage_traffic() -> dict:
     pipeline = bmt.PipelineTransformerBlockList([Layer() for _ in range(4)])
     bmt.init_parameters(pipeline)
