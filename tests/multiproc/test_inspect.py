@@ -268,6 +268,40 @@ def test_tensors_without_a_batch_are_recorded_once_in_a_pipeline() -> None:
     run_ranks(2, check_without_batch, init={"pipe_size": 2, "num_micro_batches": 3})
 
 
+class UsedForSome(DistributedRecording):
+    """Records a tensor that the result depends on for some inputs only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        middle = x @ self.weight
+        record_tensor(middle, "middle", group="layer")
+        return middle.tanh() if x[0, 0] > 0 else x * 2
+
+
+def check_used_for_some() -> None:
+    weight = torch.eye(DIM) + torch.randn(DIM, DIM, generator=torch.Generator().manual_seed(1)) / 10
+    layers = bmt.PipelineTransformerBlockList([UsedForSome(weight) for _ in range(2)])
+    first = torch.full((3, DIM), 0.5 if bmt.rank() == 0 else -0.5, requires_grad=True)
+    with inspect_tensor() as inspector:
+        layers(first).square().sum().backward()
+    x = first.detach().requires_grad_()
+    hidden, middles = x, []
+    for _ in range(2):
+        middles.append(hidden @ weight)
+        middles[-1].retain_grad()
+        hidden = middles[-1].tanh() if bmt.rank() == 0 else hidden * 2
+    hidden.square().sum().backward()
+    assert_close(first.grad, x.grad, "x")
+    for index, middle in enumerate(middles):
+        found = inspector.get_tensor("middle", group="layer", index=index)
+        assert_close(found, middle, index)
+        expected = torch.zeros_like(middle) if middle.grad is None else middle.grad
+        assert_close(found.grad, expected, index)
+
+
+def test_a_tensor_that_some_micro_batches_use_has_their_gradients() -> None:
+    run_ranks(2, check_used_for_some, init={"pipe_size": 2})
+
+
 @pytest.mark.parametrize("world", (1, 2))
 def test_statistics_over_ranks(world):
     run_ranks(world, check_statistics)

@@ -9,7 +9,7 @@ import torch
 from harness import rank_outcomes, run_ranks
 
 import bmtrain as bmt
-from bmtrain._engine.pipe_schedule import actions_of, peak_micros
+from bmtrain._engine.pipe_schedule import Action, Kind, actions_of, ends_of, peak_micros
 
 DIM, ROWS = 8, 6
 LIVE: list[weakref.ref] = []
@@ -389,6 +389,39 @@ def live_micros(options, layers_per_chunk) -> int:
     loss.backward()
     assert peak % layers_per_chunk == 0
     return peak // layers_per_chunk
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "peak"),
+    [
+        ("gpipe", 1, lambda stages, stage, chunks: 10**6),
+        ("1f1b", 1, lambda stages, stage, chunks: stages - stage),
+        # Narayanan et al., 2021: forwards of the warm-up, as Megatron-LM makes them, and one more.
+        (
+            "interleaved",
+            2,
+            lambda stages, stage, chunks: 2 * (stages - stage - 1) + (chunks - 1) * stages + 1,
+        ),
+        (
+            "interleaved",
+            3,
+            lambda stages, stage, chunks: 2 * (stages - stage - 1) + (chunks - 1) * stages + 1,
+        ),
+        ("zb1p", 1, lambda stages, stage, chunks: stages),
+    ],
+)
+def test_peaks_are_those_of_the_papers(name, chunks, peak):
+    for stages in (1, 2, 3, 4):
+        for micros in (stages, 2 * stages, 5 * stages):
+            found = [peak_micros(of_stage) for of_stage in actions_of(name, stages, micros, chunks)]
+            assert found == [min(peak(stages, stage, chunks), micros * chunks) for stage in range(stages)]
+
+
+def test_stages_that_would_wait_for_ever_are_found():
+    forward, backward = Action(Kind.FORWARD, 0), Action(Kind.BACKWARD, 0)
+    assert ends_of(((forward, backward), (forward, backward))) == [[1, 4], [2, 3]]
+    with pytest.raises(ValueError, match="waits for what is never sent"):
+        ends_of(((backward, forward), (forward, backward)))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,13 @@ def check_failing_write(path: str) -> None:
             with pytest.raises(OSError, match="No space left"):
                 surfacing()
         bmt.load(model, path)  # the error was raised once
+        torch.save = failing
+        handle = bmt.save(make_model(True, seed=3), path, non_blocking=True)
+        with pytest.raises(OSError, match="No space left") if bmt.rank() == 0 else nullcontext():
+            handle.wait()
+        torch.save = write
+        handle.wait()  # likewise
+        bmt.load(model, path)
     finally:
         torch.save, store.write_archive = write, write_archive
 
