@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
+from copyreg import _slotnames as slots_of  # type: ignore[attr-defined]
 from operator import is_
 from types import FunctionType
 from typing import Any
@@ -40,12 +41,7 @@ def attributes_of(value: Any) -> list[tuple[str, Any]]:
     if is_opaque(value):
         return []
     found = list(getattr(value, "__dict__", {}).items())
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                found.append((name, getattr(value, name)))
-    return found
+    return found + [(name, getattr(value, name)) for name in slots_of(type(value)) if hasattr(value, name)]
 
 
 def data_fields(value: Any) -> list[tuple[str, Any]]:

@@ -230,9 +230,8 @@ class BlockCall:
         trains = dict(
             filter(engine.gradients.destination.takes, zip(block.buffers, self.trains, strict=True))
         )
-        training = tuple(trains)
         roots = [number for number, gradient in enumerate(gradients) if gradient is not None]
-        outputs, leaves = self.outputs, self.leaves
+        training, outputs, leaves = tuple(trains), self.outputs, self.leaves
         for part in self.parts:
             part.before_backward(self)
         try:
@@ -337,11 +336,16 @@ class NoAutocastCache:
 
 def _leaf_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     leaf = tensor.detach().requires_grad_()
+    if type(tensor) is torch.Tensor:
+        vars(leaf).update(vars(tensor))  # what a script has noted there
     return leaf, leaf
 
 
 def _detached_outputs(call: BlockCall) -> list[torch.Tensor]:
-    return [output.detach() for output in call.outputs]
+    attached = [output.detach() for output in call.outputs]
+    for outer, output in zip(attached, call.outputs, strict=True):
+        vars(outer).update(vars(output))
+    return attached
 
 
 def kept_alive(block: BlockState, result: Any, given: Collection[int] = ()) -> Any:

@@ -47,7 +47,7 @@ class Replay(Part):
     # ---- the first run
 
     def first_run(self, call: BlockCall, run: Run, args: Any, kwargs: dict[str, Any]) -> Any:
-        for tensor in tensors_of((args, kwargs)):
+        for tensor in tensors_of((*args, *kwargs.values())):
             if call.host is None or not tensor.requires_grad:  # else Offload notes its leaf
                 self._unchanged.note(tensor)
         met: dict[int, Any] = {}  # functions among the arguments, and copies of objects
@@ -79,6 +79,8 @@ class Replay(Part):
         host = call.host
         values = leaves if host is None or self._away is None else map(host.take, self._away)
         fresh = [value.detach().requires_grad_() for value in values]
+        for leaf, old in zip(fresh, leaves, strict=True):
+            vars(leaf).update(vars(old))
         args, kwargs, result = self._second_run(call, dict(zip(map(id, leaves), fresh, strict=True)))
         if self._saved.is_complete:
             return outputs, leaves
@@ -178,8 +180,7 @@ class SavedTensors:
         self._saves: list[tuple[torch.Size, torch.dtype, int]] = []
         self._slots: list[weakref.ref[_Slot]] = []  # held by autograd
         self._num_filled = 0
-        self.differs = False
-        self._is_recording = False
+        self.differs = self._is_recording = False
 
     @contextmanager
     def record(self) -> Iterator[None]:

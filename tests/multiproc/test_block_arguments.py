@@ -352,7 +352,34 @@ def test_writes_to_a_result_reach_others_in_its_memory(world: int, use_checkpoin
     run_ranks(world, aliases_of_one_tensor, use_checkpoint)
 
 
-@pytest.mark.parametrize("body", [structures, one_object_twice])
+class Noting(torch.nn.Module):
+    """Reads what the script has noted on a tensor, and notes something on the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+
+    def forward(self, x: Any) -> torch.Tensor:
+        y: Any = (self.linear(x) * x.scale).tanh()
+        y.scale = 2 * x.scale
+        return y
+
+
+def attributes_of_tensors() -> None:
+    plain, inner = twins(Noting)
+    for use_checkpoint in (True, False):
+        gradients = []
+        for module in (plain, bmt.Block(copy.deepcopy(inner), use_checkpoint=use_checkpoint)):
+            x: Any = torch.ones(3, 2, requires_grad=True)
+            x.scale = 0.5
+            y = module(x)
+            assert y.scale == 1.0
+            y.sum().backward()
+            gradients.append(x.grad)
+        torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("body", [structures, one_object_twice, attributes_of_tensors])
 def test_structures_of_arguments_and_results(body: Any) -> None:
     run_ranks(1, body)
 

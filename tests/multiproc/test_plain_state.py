@@ -425,6 +425,19 @@ class MoreSlotted(Slotted):
     __slots__ = ()
 
 
+class PrivateSlotted:
+    """One with an attribute whose name its class changes."""
+
+    __slots__ = ("__value",)
+
+    def __init__(self) -> None:
+        self.__value = 1.0
+
+    def halve(self) -> float:
+        self.__value /= 2
+        return self.__value
+
+
 def closure() -> Callable[[], float]:
     value, seen = 1.0, []
 
@@ -459,6 +472,7 @@ FUNCTIONS: list[Callable[[], Callable[[], Any]]] = [
     lambda: Decay(3.0).random,
     lambda: Slotted().halve,
     lambda: MoreSlotted().halve,
+    lambda: PrivateSlotted().halve,
     lambda: functools.partial(Decay.random, Decay(3.0)),
     lambda: functools.partial(Decay(3.0).random),
     lambda: [0.5, 0.25, 0.125, 4.0, 8.0, 16.0].pop,
