@@ -201,6 +201,36 @@ def test_a_loss_without_backward_leaves_nothing():
     run_ranks(2, losses_without_backward, init={"pipe_size": 2, "num_micro_batches": 4})
 
 
+def losses_around_an_evaluation(chunks: int) -> None:
+    """A pass without gradients keeps those of a loss before it, until its backward or the next loss."""
+    schedule = {"schedule": "interleaved" if chunks > 1 else "1f1b", "chunks": chunks}
+    x, wanted = torch.randn(ROWS, DIM), torch.randint(DIM, (ROWS,))
+    found = []
+    for is_evaluated in (False, True):
+        torch.manual_seed(1)
+        model = Model(4, **schedule)
+        bmt.init_parameters(model)
+        gradients = []
+        for is_dropped, factor in ((True, 1.0), (False, 1.0), (True, 3.0), (False, 0.3)):
+            if is_dropped:
+                model(x + 1, wanted)
+            loss = model(x, wanted) if not is_dropped else None
+            if is_evaluated:
+                with torch.no_grad():
+                    model(x + 2, wanted)
+                    model.layers(x, 0.5)
+            if loss is not None:  # the second one brings another gradient of the loss
+                (loss * factor).backward()
+                gradients += [param.gather_grad() for param in model.parameters()]
+        found.append(gradients)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_an_evaluation_drops_no_gradients_and_keeps_none(chunks):
+    run_ranks(2, losses_around_an_evaluation, chunks, init={"pipe_size": 2, "num_micro_batches": 4})
+
+
 def chosen_boundaries() -> tuple[list[int], list[torch.Tensor]]:
     torch.manual_seed(1)
     model = Model(7, part_lens=[1, 0, 5, 1], schedule="interleaved", chunks=2)
