@@ -235,6 +235,46 @@ def check_recorded_in_pipeline(loss_of: str) -> None:
             assert_close(entry["grad"], expected["grad"], entry["summary_name"])
 
 
+RUNS = [0]  # not of a module: those are as they were when a forward runs again
+
+
+class SavesOther(DistributedRecording):
+    """Every other run saves other tensors for its backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        RUNS[0] += 1
+        first = x @ self.weight
+        record_tensor(first, "first", group="layer")
+        second = first.sigmoid() if RUNS[0] % 2 else 1 / (1 + (-first).exp())
+        record_tensor(second, "second", group="layer")
+        return second @ self.weight
+
+
+def check_second_graph() -> None:
+    weight = torch.randn(DIM, DIM, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    block = bmt.Block(SavesOther(weight.detach().clone()), use_checkpoint=True)
+    given = torch.randn(4, DIM, generator=torch.Generator().manual_seed(bmt.rank()))
+    x, y = given.clone().requires_grad_(), given.clone().requires_grad_()
+    with inspect_tensor() as inspector:
+        hidden = block(x * 1)
+        (hidden.square().sum() + inspector.get_tensor("first", "layer").sin().sum()).backward()
+    assert RUNS[0] == 2
+    first = y @ weight
+    second = first.sigmoid()
+    for tensor in (first, second):
+        tensor.retain_grad()
+    ((second @ weight).square().sum() + first.sin().sum()).backward()
+    assert_close(x.grad, y.grad, "x")
+    for name, tensor in (("first", first), ("second", second)):
+        found = inspector.get_tensor(name, "layer")
+        assert_close(found.detach(), tensor.detach(), name)
+        assert_close(found.grad, tensor.grad, name)
+
+
+def test_recorded_tensors_have_gradients_of_a_second_run_that_saves_others() -> None:
+    run_ranks(2, check_second_graph, fresh=True)
+
+
 class WithoutBatch(DistributedRecording):
     """Records what has no row for each sample, in so many calls."""
 
