@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -99,6 +100,62 @@ class HookedResults(Part):
         ]
         kept = {id(tensor) for tensor in self._kept_first()} - {id(tensor) for tensor in must_stay}
         return [output.detach_() if id(output) in kept else output.detach() for output in outputs]
+
+
+class SeveralResults(Part):
+    """Refuses hooks of a result that the forward has used for another: they would get the gradient from outside alone.
+
+    Args:
+        result: of the call, for the caller.
+    """
+
+    def __init__(self, call: BlockCall, result: Any) -> None:
+        self._outer: list[tuple[int, dict[int, Any], weakref.ref[torch.Tensor]]] = []
+        for tensor in tensors_of(result):
+            if tensor.grad_fn is not None and not tensor._backward_hooks and _is_alias(tensor, call.outputs):
+                # As register_hook() does; the tensor itself may be gone when its node runs.
+                hooks = tensor._backward_hooks = OrderedDict()
+                tensor.grad_fn._register_hook_dict(tensor)
+                self._outer.append((tensor.output_nr, hooks, weakref.ref(tensor)))
+
+    def graph(
+        self, call: BlockCall, outputs: list[Any], leaves: list[torch.Tensor]
+    ) -> tuple[list[Any], list[torch.Tensor]]:
+        """Looks at the hooks, when the graph is known."""
+        for index, hooks, reference in self._outer:
+            outer = reference()
+            if not hooks and (outer is None or not outer.retains_grad):
+                continue
+            is_recorded = any(
+                hasattr(getattr(hook, "__self__", None), "gives_total") for hook in hooks.values()
+            )
+            others = [outputs[other].grad_fn for other, *_ in self._outer if other != index]
+            if not is_recorded and _is_reached(outputs[index], others):
+                raise RuntimeError(
+                    f"{call.block.label}: a hook or retain_grad() on a result (shape {tuple(outputs[index].shape)}), "
+                    "with which its forward computes another result, would get only the gradient from outside the "
+                    "Block; call register_hook() in the forward, or bmtrain.inspect.record_tensor() there"
+                )
+        return outputs, leaves
+
+
+def _is_alias(tensor: torch.Tensor, outputs: list[Any]) -> bool:
+    output = outputs[tensor.output_nr] if tensor.output_nr < len(outputs) else None
+    return isinstance(output, torch.Tensor) and tensor.is_set_to(output)
+
+
+def _is_reached(tensor: torch.Tensor, nodes: list[Any]) -> bool:
+    """Whether the graph leads from ``nodes`` to the tensor."""
+    seen: dict[int, Any] = {}  # kept, so that no other has the identity
+    while nodes:
+        node = nodes.pop()
+        if node is None or id(node) in seen:
+            continue
+        seen[id(node)] = node
+        if (tensor.grad_fn, tensor.output_nr) in node.next_functions:
+            return True
+        nodes += [following for following, _ in node.next_functions]
+    return False
 
 
 def _without_history(label: str) -> Any:

@@ -61,6 +61,8 @@ class TotalGradient:
         outer: the tensor; referred to weakly, because it refers to the call that it came from.
     """
 
+    gives_total = True  # not refused by `SeveralResults`
+
     def __init__(self, outer: torch.Tensor) -> None:
         self._outer = weakref.ref(outer)
         self._before: list[torch.Tensor | None] = []  # its gradient at the start of this backward

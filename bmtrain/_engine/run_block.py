@@ -12,7 +12,7 @@ from .._ranks.context import require_gathering
 from .block_state import BlockState
 from .call import BlockCall, NoAutocastCache, kept_alive
 from .engine import Engine
-from .hooked import HookedResults
+from .hooked import HookedResults, SeveralResults
 from .offload import Offload
 from .phase import Phase
 from .recompute import Replay
@@ -48,7 +48,10 @@ def run_block(
         call.parts.append(Offload(call, call.engine.mover, args, kwargs))
     if block.recomputes:
         call.parts.append(Replay(call))
-    return _as_tuple(call.run(args, kwargs))
+    result = call.run(args, kwargs)
+    if call.num_visible > 1:
+        call.parts.append(SeveralResults(call, result))
+    return _as_tuple(result)
 
 
 def _evaluated(

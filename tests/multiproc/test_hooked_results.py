@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
+from harness.twins import check_gradients, twins
 
 import bmtrain as bmt
 
@@ -107,3 +109,52 @@ def nothing_stays(**options: Any) -> None:
 @pytest.mark.parametrize("use_checkpoint", (True, False))
 def test_a_forward_without_backward_keeps_nothing(use_checkpoint: bool) -> None:
     run_ranks(1, nothing_stays, use_checkpoint=use_checkpoint)
+
+
+class Several(torch.nn.Module):
+    """Returns a tensor and what it computes with it, or with another one."""
+
+    def __init__(self, uses_it: bool) -> None:
+        super().__init__()
+        self.linear, self.uses_it = torch.nn.Linear(2, 2), uses_it
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        y = self.linear(x)
+        return y, (y if self.uses_it else self.linear(x)).tanh(), y[:1]
+
+
+WATCHES = {
+    "hook": lambda y: y.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1)),
+    "retained": lambda y: y.retain_grad(),
+    "removed": lambda y: y.register_hook(torch.neg).remove(),
+}
+
+
+def hooks_of_results(use_checkpoint: bool) -> None:
+    for watch, uses_it in itertools.product(WATCHES, (True, False)):
+        plain, inner = twins(lambda uses_it=uses_it: Several(uses_it))  # type: ignore[misc]
+        block = bmt.Block(inner, use_checkpoint=use_checkpoint)
+        kept = []
+        for module, count in ((plain, 1), (block, bmt.world_size())):
+            results = module(torch.ones(2, 2))
+            WATCHES[watch](results[0])  # type: ignore[no-untyped-call]
+            kept.append(results[0])
+            loss = sum(tensor.square().sum() for tensor in results) / count
+            if watch != "retained":
+                del results, kept[:]
+            if module is block and uses_it and watch != "removed":
+                with pytest.raises(RuntimeError, match="computes another result.*record_tensor"):
+                    loss.backward()
+                break
+            loss.backward()
+        else:
+            if watch == "retained":
+                torch.testing.assert_close(kept[0].grad, kept[1].grad * bmt.world_size())
+            if watch != "hook" or bmt.world_size() == 1:  # clamps the share of a rank
+                check_gradients(plain, block, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+def test_hooks_of_a_result_get_its_whole_gradient_or_are_refused(world: int, use_checkpoint: bool) -> None:
+    run_ranks(world, hooks_of_results, use_checkpoint)
