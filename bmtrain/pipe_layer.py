@@ -151,8 +151,8 @@ class PipelineTransformerBlockList(LayerSequence):
 
         Args:
             hidden: ``(batch, ...)``; the batches of all stages together must divide by the number of micro-batches.
-            args: arguments of every layer. Tensors with a batch dimension are split like it; for others the first
-                stage's are used.
+            args: arguments of every layer. Tensors with a batch dimension, in tuples, lists and dicts too, are split
+                like it; for others the first stage's are used.
             batch_related: positions in ``args`` of the tensors with a batch dimension; empty: tensors with the rank and
                 dim-0 size of ``hidden``.
             return_hidden_states: also return the inputs of all layers, ``(num_layers, batch, ...)``.
@@ -238,16 +238,13 @@ class PipelineTransformerBlockList(LayerSequence):
             return loss
         self._refuse_late_parameters()
         num_micros = self._require_rows(hidden)
-        split = [
-            index for index, value in enumerate(labels) if isinstance(value, torch.Tensor) and value.dim()
-        ]
         return run_loss(
             self._plan(),
             self._memory,
             hidden,
             PipeArguments(self._pipe, hidden, args, kwargs, batch_related, num_micros),
             head,
-            PipeArguments(self._pipe, hidden, labels, {}, split, num_micros),
+            PipeArguments(self._pipe, hidden, labels, {}, range(len(labels)), num_micros),
         )
 
     def _require_rows(self, hidden: torch.Tensor) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .._C import ReduceOp
 from .._shards.stage import collect_batches, hand_out
@@ -96,6 +98,14 @@ def alias(value: Any) -> Any:
     return value.view_as(value) if is_trained else value
 
 
+def _replaced(value: Any, kind: Any, function: Callable[[Any], Any]) -> Any:
+    """Returns ``value`` with all objects of a kind replaced, in tuples, lists and dicts too, which are new then."""
+    leaves, spec = tree_flatten(value)
+    if not any(isinstance(leaf, kind) for leaf in leaves):
+        return value
+    return tree_unflatten([function(leaf) if isinstance(leaf, kind) else leaf for leaf in leaves], spec)
+
+
 class PipeArguments:
     """All arguments of a call after the hidden state.
 
@@ -104,8 +114,8 @@ class PipeArguments:
         hidden: this rank's batch.
         args: positional arguments.
         kwargs: keyword arguments.
-        batch_related: positions in ``args`` of the tensors to cut with the batch; empty: all tensors with as many
-            dimensions as ``hidden`` and its size in dimension 0.
+        batch_related: positions in ``args`` of the tensors, or containers of them, to cut with the batch; empty: all
+            tensors with as many dimensions as ``hidden`` and its size in dimension 0.
         num_micros: number of micro-batches.
     """
 
@@ -118,29 +128,29 @@ class PipeArguments:
         batch_related: Sequence[int],
         num_micros: int,
     ) -> None:
-        def looks_cut(value: Any) -> bool:
-            is_tensor = isinstance(value, torch.Tensor)
-            return is_tensor and value.dim() == hidden.dim() and value.shape[0] == hidden.shape[0]
+        def looks_cut(value: torch.Tensor) -> bool:
+            return value.dim() == hidden.dim() and value.shape[0] == hidden.shape[0]
 
-        def wrap(value: Any, is_cut: bool) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            return ShardArgument(pipe, value) if is_virtual else PipeArgument(pipe, value, is_cut, num_micros)
+        def wrap(index: int | None, value: torch.Tensor) -> PipeArgument | ShardArgument:
+            is_listed = index in listed if listed and index is not None else looks_cut(value)
+            is_cut = is_listed and value.dim() > 0
+            argument = (
+                ShardArgument(pipe, value) if is_virtual else PipeArgument(pipe, value, is_cut, num_micros)
+            )
+            if value.requires_grad:
+                self.trained.append((value, argument))
+            return argument
 
         is_virtual = current_engine(context()).virtual.is_open
         listed = set(batch_related)
+        #: The tensors of the caller that require grad, with their `PipeArgument`.
+        self.trained: list[tuple[torch.Tensor, Any]] = []
         self._args = [
-            wrap(value, index in listed if listed else looks_cut(value)) for index, value in enumerate(args)
+            _replaced(value, torch.Tensor, partial(wrap, index)) for index, value in enumerate(args)
         ]
-        self._kwargs = {name: wrap(value, looks_cut(value)) for name, value in kwargs.items()}
-        sources = [*args, *kwargs.values()]
-        wrapped = [*self._args, *self._kwargs.values()]
-        #: The arguments of the caller that require grad, with their `PipeArgument`.
-        self.trained = [
-            (source, argument)
-            for source, argument in zip(sources, wrapped, strict=True)
-            if isinstance(source, torch.Tensor) and source.requires_grad
-        ]
+        self._kwargs = {
+            name: _replaced(value, torch.Tensor, partial(wrap, None)) for name, value in kwargs.items()
+        }
         self._followers: list[ShardArgument] = (
             [argument for _, argument in self.trained] if is_virtual else []
         )
@@ -150,7 +160,7 @@ class PipeArguments:
         """Returns the arguments of the layers for one micro-batch."""
 
         def unwrap(value: Any) -> Any:
-            return value.pieces[index] if isinstance(value, (PipeArgument, ShardArgument)) else value
+            return _replaced(value, (PipeArgument, ShardArgument), lambda argument: argument.pieces[index])
 
         return [unwrap(value) for value in self._args], {
             name: unwrap(value) for name, value in self._kwargs.items()

@@ -414,3 +414,57 @@ def test_steps_after_a_load_count_on_all_stages(kind, tmp_path):
         run_ranks(2, numbers_of_steps, kind, str(tmp_path), init={"pipe_size": 2})
         == [[[1.0] * 4, [2.0] * 4]] * 2
     )
+
+
+class Nested(bmt.DistributedModule):
+    """A layer whose arguments are in containers: two of each row, and one for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = bmt.nn.Linear(6, 6)
+
+    def forward(self, x, pair, *, more):
+        return x + torch.tanh(self.linear(x * pair[0])) * pair[1] + more["scale"] * more["rows"]
+
+
+class NestedHead(bmt.DistributedModule):
+    def forward(self, x, labels):
+        return ((x - labels["wanted"]).square().mean(1) * labels["weights"]).mean()
+
+
+def nested_arguments(has_loss_inside: bool) -> None:
+    torch.manual_seed(4)
+    layers = bmt.PipelineTransformerBlockList([bmt.Block(Nested(), mode="PIPE") for _ in range(2)])
+    head = NestedHead()
+    bmt.init_parameters(layers)
+    full = [param.gather().detach().requires_grad_() for param in layers.parameters()]
+    generator = torch.Generator().manual_seed(1)
+    whole = [torch.randn(8, 6, generator=generator) for _ in range(5)]
+    weights, scale = torch.rand(8, generator=generator), torch.tensor(0.5)
+    rows = slice(4 * bmt.rank(), 4 * bmt.rank() + 4)
+    hidden, first, second, third, wanted = (value[rows].clone().requires_grad_() for value in whole)
+    labels = {"wanted": wanted.detach(), "weights": weights[rows]}
+    arguments = ((first, second),), {"more": {"rows": third, "scale": scale}}
+    if has_loss_inside:
+        loss = layers.loss(hidden, *arguments[0], head=head, labels=(labels,), **arguments[1])
+    else:
+        loss = head(layers(hidden, *arguments[0], **arguments[1]), labels)
+    bmt.optim.OptimManager().backward(loss)
+
+    x, one, two, three = (value.clone().requires_grad_() for value in whole[:4])
+    out = x
+    for weight, bias in zip(full[::2], full[1::2], strict=True):
+        out = out + torch.tanh(torch.nn.functional.linear(out * one, weight, bias)) * two + scale * three
+    ((out - whole[4]).square().mean(1) * weights).mean().backward()
+    for param, reference in zip(layers.parameters(), full, strict=True):
+        torch.testing.assert_close(param.gather_grad(), reference.grad)
+    for own, reference in zip((hidden, first, second, third), (x, one, two, three), strict=True):
+        torch.testing.assert_close(own.grad, reference.grad[rows])
+    assert (arguments[0][0][0] is first) and arguments[1]["more"]["rows"] is third
+
+
+@pytest.mark.parametrize("has_loss_inside", [False, True])
+@pytest.mark.parametrize("num_micro_batches", [2, 4])
+def test_tensors_in_containers_are_split_as_others(has_loss_inside, num_micro_batches):
+    init = {"pipe_size": 2, "num_micro_batches": num_micro_batches}
+    run_ranks(2, nested_arguments, has_loss_inside, init=init)
