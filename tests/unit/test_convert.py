@@ -17,6 +17,7 @@ from bmtrain.__main__ import main
 from bmtrain._files.archive import check_archive
 from bmtrain._files.safetensors import locate_tensors, write_folder
 from bmtrain.convert import convert
+from bmtrain.convert.sources import open_source
 from bmtrain.distributed.checkpoint.layout import newest
 from bmtrain.errors import UnreadableFileError
 
@@ -90,9 +91,23 @@ def test_every_way_and_back(checksums: bool, tmp_path: Path) -> None:
 def test_a_folder_of_torch(key: str | None, tmp_path: Path) -> None:
     """A state dict under the key that FSDP2 examples use, or by itself."""
     state = {name: torch.randn(5, 3) for name in ("weight", "layers.0.weight")}
-    dcp.save({key: state} if key else state, checkpoint_id=tmp_path / "a", no_dist=True)
+    optim = {"state": {"weight": {"exp_avg": torch.zeros(5, 3)}}}
+    dcp.save({key: state, "optim": optim} if key else state, checkpoint_id=tmp_path / "a", no_dist=True)
     convert(tmp_path / "a", tmp_path / "b.pt")
     assert_same(torch.load(tmp_path / "b.pt"), state)
+
+
+@pytest.mark.parametrize(
+    ("target", "kind"), [("b.pt", None), ("b.safetensors", None), ("b", "checkpoint"), ("b", "dcp")]
+)
+def test_rows_of_a_tensor(target: str, kind: str | None, tmp_path: Path) -> None:
+    value = torch.randn(7, 5, 3)
+    torch.save({"other": torch.ones(4), "a": value}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / target, kind)
+    source = open_source(tmp_path / target)
+    for begin, end in ((0, 7), (2, 5), (6, 7)):
+        assert torch.equal(source.read_rows("a", begin, end), value[begin:end])
+    assert source.read("a").shape == value.shape
 
 
 def test_progress_is_counted_in_bytes(tmp_path: Path) -> None:
