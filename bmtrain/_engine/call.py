@@ -209,15 +209,14 @@ class BlockCall:
         # end of a backward autograd waits for the streams of the leaves that it has reached.
         inputs = self.inputs or [torch.empty(0, requires_grad=True, device=self.engine.device)]
         self.block.open_calls.add(self)
-        inner, attached = self.outputs, self.take_out(self)
+        inner, attached, ids = self.outputs, self.take_out(self), list(map(id, self.outputs))
         given = dict(zip(map(id, self.inner), self.inputs, strict=True))
-        if has_views := any(map(torch.Tensor._is_view, inner)) or not given.keys().isdisjoint(map(id, inner)):
-            given |= dict(list(zip(map(id, inner), attached, strict=True))[self.num_visible :])
+        if has_views := any(map(torch.Tensor._is_view, inner)) or not given.keys().isdisjoint(ids):
+            given |= dict(list(zip(ids, attached, strict=True))[self.num_visible :])
             take_views_again(inner, attached, given)
         attach_island(attached, inputs, self.backward)
         if has_views:  # hooks of a visible base see what comes to its views
-            visible = zip(map(id, inner[: self.num_visible]), attached, strict=False)
-            take_views_again(inner, attached, dict(visible))
+            take_views_again(inner, attached, dict(zip(ids[: self.num_visible], attached, strict=False)))
         return attached
 
     # ---- backward
@@ -227,9 +226,8 @@ class BlockCall:
         block, engine = self.block, self.engine
         self._refuse_what_cannot_be_right()
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        trains = dict(
-            filter(engine.gradients.destination.takes, zip(block.buffers, self.trains, strict=True))
-        )
+        known = zip(block.buffers, self.trains, strict=True)
+        trains = dict(filter(engine.gradients.destination.takes, known))
         roots = [number for number, gradient in enumerate(gradients) if gradient is not None]
         training, outputs, leaves = tuple(trains), self.outputs, self.leaves
         for part in self.parts:
