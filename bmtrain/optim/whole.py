@@ -172,7 +172,10 @@ class WholeOptimizer(UntracedOptimizer):
         """
         require_intact(f"{type(self._inner).__name__}.state_dict()")
         self._follow_groups()
+        gone = self._members.masters.keys() - set(self._parameters())  # their state stays, as in torch
+        kept = {self._members.masters[p]: self._inner.state.pop(self._members.masters[p], {}) for p in gone}
         state = self._inner.state_dict()
+        self._inner.state.update((master, entry) for master, entry in kept.items() if entry)
         entries = {
             number: dict(state["state"][number])
             for number, p in enumerate(self._parameters())

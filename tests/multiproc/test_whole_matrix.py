@@ -293,13 +293,42 @@ def regrouped(change: str) -> None:
                 p.load_grad(gradient) if params is ours else setattr(p, "grad", gradient)
             optimizer.step()
         assert all(torch.equal(p.gather(), q) for p, q in zip(ours, theirs, strict=True))
-    if change == "remove":
-        return  # a state dict with state of other parameters is an error in torch
     again = whole_matrix(Lamb, [{"params": list(group["params"])} for group in optimizers[0].param_groups])
     again.load_state_dict(optimizers[0].state_dict(gather=True))
     optimizers[1].step()
     again.step()
     assert all(torch.equal(p.gather(), q) for p, q in zip(ours, theirs, strict=True))
+
+
+def taken_out(whole_group: bool) -> None:
+    """Parameters that a script takes out of the groups and puts back: a state dict between is of the others."""
+    torch.manual_seed(2)
+    values = [torch.randn(shape) for shape in ((4, 3), (5,), (2, 6), (3, 3))]
+    ours = [bmt.DistributedParameter(value) for value in values]
+    theirs = [torch.nn.Parameter(value.clone()) for value in values]
+    optimizers = [whole_matrix(Lamb, [{"params": ours[:2]}, {"params": ours[2:]}])]
+    optimizers.append(Lamb([{"params": theirs[:2]}, {"params": theirs[2:]}]))
+    taken: list[list] = [[], []]
+    for step in range(4):
+        for optimizer, params, out in zip(optimizers, (ours, theirs), taken, strict=True):
+            groups = optimizer.param_groups
+            if step == 1:
+                out += [groups.pop(1)] if whole_group else [groups[1]["params"].pop(0)]
+            elif step == 3:
+                groups.append(out.pop()) if whole_group else groups[1]["params"].insert(0, out.pop())
+            for p in params:
+                gradient = torch.full((p.full_shape if params is ours else p.shape), 0.1 + step)
+                p.load_grad(gradient) if params is ours else setattr(p, "grad", gradient)
+            optimizer.step()
+        if step == 2:
+            state = optimizers[0].state_dict(gather=True)
+            assert sorted(state["state"]) == list(range(2 if whole_group else 3))
+        assert all(torch.equal(p.gather(), q) for p, q in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_state_without_parameters_that_are_out_of_the_groups(whole_group: bool) -> None:
+    run_ranks(2, taken_out, whole_group)
 
 
 @pytest.mark.parametrize("change", ["move", "remove", "insert"])
