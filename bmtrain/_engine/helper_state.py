@@ -2,7 +2,7 @@
 
 Modules refer to them, and functions among the arguments, and scripts and forwards change their fields and items. A
 second run of a forward begins with the same ones as the first. Tensors in them are left to :mod:`.plain_state`.
-Tensors that functions refer to are not copied: writes to them are errors.
+Of tensors that functions refer to, large ones are not copied: writes to them are errors.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from types import CellType, FunctionType
 from typing import Any
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from .._base.tree import attributes_of
 
@@ -154,10 +155,17 @@ def _items(holder: Any) -> Any:
 def _content(holder: Any) -> Any:
     items = _items(holder)
     if isinstance(holder, torch.Tensor):
-        return holder._version
+        return _unsafe_preserve_version_counter(holder), holder.detach().clone() if _is_copied(
+            holder
+        ) else None
     if items is None:
         return _state_of(holder) if _is_generator(holder) else holder.copy()
     return dict(items) if isinstance(items, dict) else set(items) if isinstance(items, set) else list(items)
+
+
+def _is_copied(tensor: torch.Tensor) -> bool:
+    is_plain = tensor.layout is torch.strided and not tensor.is_meta and 0 not in tensor.stride()
+    return is_plain and tensor.nbytes <= SMALL_BYTES
 
 
 def _differs(holder: Any, content: Any) -> bool:
@@ -167,7 +175,7 @@ def _differs(holder: Any, content: Any) -> bool:
     if isinstance(items, set):
         return bool(items != content)
     if isinstance(holder, torch.Tensor):
-        return bool(holder._version != content)
+        return bool(content[0].prev_versions != (holder._version,))
     if items is not None:
         return len(items) != len(content) or not all(map(is_, items, content))
     if _is_generator(holder):
@@ -183,19 +191,28 @@ def contents_of(holders: Iterable[Any]) -> list[Holder]:
     return [(holder, _content(holder)) for holder in holders]
 
 
-def put_contents(holders: Iterable[Holder]) -> None:
-    """Gives the holders their content again."""
+def _put_tensor(tensor: torch.Tensor, content: Any, label: str) -> None:
+    """Gives a tensor its content and its version again: what both runs save of it is the same for autograd."""
+    version, old = content
+    if old is None or old.shape != tensor.shape or tensor.requires_grad:
+        raise RuntimeError(
+            f"{label}: a tensor (shape {tuple(tensor.shape)}) that a function refers to (as a variable of a closure, a "
+            "default or an argument of a partial) was modified in place after the forward started, and has more than "
+            f"{SMALL_BYTES >> 10} KiB, another shape or a gradient, so that the forward cannot be run again; keep "
+            "it in a buffer, or build the Block with use_checkpoint=False"
+        )
+    with torch.no_grad(), version:
+        tensor.copy_(old)
+
+
+def put_contents(holders: Iterable[Holder], label: str) -> None:
+    """Gives the holders their content again, in the call of the Block ``label``."""
     for holder, content in holders:
         if not _differs(holder, content):
             continue
         if isinstance(holder, torch.Tensor):
-            raise RuntimeError(
-                f"a tensor (shape {tuple(holder.shape)}) that a function of a Block refers to (as a variable of a "
-                "closure, a default or an argument of a partial) was modified in place after the Block's forward "
-                f"started (version {holder._version}, expected {content}), so its forward cannot be run again; keep "
-                "it in a buffer, or give the Block use_checkpoint=False"
-            )
-        if isinstance(holder, dict):
+            _put_tensor(holder, content, label)
+        elif isinstance(holder, dict):
             holder.update(content)
             for name in holder.keys() - content.keys():
                 del holder[name]
@@ -266,6 +283,6 @@ def reached_from(values: list[Any]) -> list[Holder]:
                 items = _items(holder)
                 inner += items.values() if isinstance(items, dict) else items or ()
                 if isinstance(holder, CellType):
-                    found.update({id(each): (each, each._version) for each in filter(_is_data, items)})
+                    found.update({id(each): (each, _content(each)) for each in filter(_is_data, items)})
         values = inner
     return list(found.values())

@@ -257,18 +257,18 @@ class PlainState:
                 )
 
     @contextmanager
-    def as_before(self, changed: Callable[[], _Changed], held: list[Holder]) -> Iterator[None]:
+    def as_before(self, changed: Callable[[], _Changed], held: list[Holder], label: str) -> Iterator[None]:
         """Context manager with what modules and ``held`` objects had; afterwards the current state is put back."""
         differing = self.put_old(changed())
         now = contents_of(holder for holder, _ in held)
-        put_contents(held)
         try:
+            put_contents(held, label)
             yield
         finally:
-            put_contents(now)
             self.put_old(changed())  # also what the second run alone has changed
             for module, name, _, new in differing:
                 _set(vars(module), name, new)
+            put_contents(now, label)
 
     def put_old(self, changed: _Changed) -> list[tuple[torch.nn.Module, str, Any, Any]]:
         """Gives modules the attributes that they had, but counters; returns them with the old and the new value."""

@@ -135,7 +135,7 @@ class ModuleSnapshot:
         are_old = (map(is_, map(module._parameters.get, old), old.values()) for (module, _), old in known)
         if self._state.walk() != self._modules or not all(map(all, are_old)):
             raise exchanged_error(label)
-        changed = self._changed()
+        changed, held = self._changed(), self._held
         distinct = {id(noted.tensor): noted for noted in self._buffers} if self._buffers else {}
         values = {key: old_value(noted, label) for key, noted in distinct.items()} if distinct else {}
         current = [(noted.owner, noted.name, noted.owner._buffers.get(noted.name)) for noted in self._buffers]
@@ -143,7 +143,7 @@ class ModuleSnapshot:
             noted.owner._buffers[noted.name] = values[id(noted.tensor)]
         try:
             with (
-                self._plain.as_before(self._changed, self._held) if changed or self._held else nullcontext(),
+                self._plain.as_before(self._changed, held, label) if changed or held else nullcontext(),
                 nullcontext() if self._in_place is None else self._in_place.restored(),
             ):
                 yield
