@@ -151,13 +151,14 @@ class PipelineTransformerBlockList(LayerSequence):
 
         Args:
             hidden: ``(batch, ...)``; the batches of all stages together must divide by the number of micro-batches.
-            args: arguments of every layer. Tensors with a batch dimension, in tuples, lists and dicts too, are split
-                like it; for others the first stage's are used.
+            args: arguments of every layer. Tensors with a batch dimension, in tuples, lists, dicts and dataclasses
+                too, are split like it; for others the first stage's are used.
             batch_related: positions in ``args`` of the tensors with a batch dimension; empty: tensors with the rank and
                 dim-0 size of ``hidden``.
             return_hidden_states: also return the inputs of all layers, ``(num_layers, batch, ...)``.
 
         Raises:
+            TypeError: an object of another kind among ``args`` holds tensors.
             ValueError: if the batches do not divide.
             RuntimeError: if a distributed parameter was put into a layer after its Block was built.
         """
@@ -218,7 +219,7 @@ class PipelineTransformerBlockList(LayerSequence):
             kwargs: arguments of every layer.
 
         Raises:
-            TypeError: ``head`` is no module.
+            TypeError: ``head`` is no module, or an object in ``args`` or ``labels`` holds tensors.
             ValueError: there are fewer rows than micro-batches, ``head`` has parameters in Blocks or that are not
                 distributed, or it returns something else.
             RuntimeError: in backward: after a later call of this list with gradients, or a second time.
@@ -244,7 +245,7 @@ class PipelineTransformerBlockList(LayerSequence):
             hidden,
             PipeArguments(self._pipe, hidden, args, kwargs, batch_related, num_micros),
             head,
-            PipeArguments(self._pipe, hidden, labels, {}, range(len(labels)), num_micros),
+            PipeArguments(self._pipe, hidden, labels, {}, range(len(labels)), num_micros, "labels"),
         )
 
     def _require_rows(self, hidden: torch.Tensor) -> int:

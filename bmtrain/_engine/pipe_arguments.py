@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import is_dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .._base.tree import attributes_of, tensors_of
 from .._C import ReduceOp
 from .._shards.stage import collect_batches, hand_out
 from ..global_var import context
@@ -98,12 +101,43 @@ def alias(value: Any) -> Any:
     return value.view_as(value) if is_trained else value
 
 
+def _entries(value: Any) -> list[tuple[Any, Any]]:
+    """Returns the items of a container that is traversed, in the same order on all ranks; none of others."""
+    if isinstance(value, tuple) or type(value) is list:
+        return list(enumerate(value))
+    if type(value) in (dict, OrderedDict, defaultdict):
+        return sorted(value.items(), key=lambda item: repr(item[0]))
+    is_plain = is_dataclass(value) and not isinstance(value, (list, dict))
+    return sorted(attributes_of(value)) if is_plain else []
+
+
 def _replaced(value: Any, kind: Any, function: Callable[[Any], Any]) -> Any:
-    """Returns ``value`` with all objects of a kind replaced, in tuples, lists and dicts too, which are new then."""
-    leaves, spec = tree_flatten(value)
-    if not any(isinstance(leaf, kind) for leaf in leaves):
+    """Returns ``value`` with all objects of a kind replaced, in containers too, which are copied then."""
+    if isinstance(value, kind):
+        return function(value)
+    found = [(key, item, _replaced(item, kind, function)) for key, item in _entries(value)]
+    if all(new is item for _, item, new in found):
         return value
-    return tree_unflatten([function(leaf) if isinstance(leaf, kind) else leaf for leaf in leaves], spec)
+    if isinstance(value, tuple):
+        items = [new for _, _, new in found]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    copied = copy(value)
+    put = type(value).__setitem__ if isinstance(value, (list, dict)) else object.__setattr__
+    for key, _, new in found:
+        put(copied, key, new)
+    return copied
+
+
+def _require_containers(name: str, value: Any) -> None:
+    """Raises TypeError for objects that hold tensors and are not traversed."""
+    entries = _entries(value)
+    for _, item in entries:
+        _require_containers(name, item)
+    if not entries and not isinstance(value, torch.Tensor) and next(tensors_of(value), None) is not None:
+        raise TypeError(
+            f"{name}: expected tensors in tuples, lists, dicts and dataclasses, got a {type(value).__name__} that "
+            "holds tensors, which a pipeline cannot split; pass these as arguments"
+        )
 
 
 class PipeArguments:
@@ -117,6 +151,7 @@ class PipeArguments:
         batch_related: positions in ``args`` of the tensors, or containers of them, to cut with the batch; empty: all
             tensors with as many dimensions as ``hidden`` and its size in dimension 0.
         num_micros: number of micro-batches.
+        name: what the caller calls ``args``.
     """
 
     def __init__(
@@ -127,7 +162,12 @@ class PipeArguments:
         kwargs: dict[str, Any],
         batch_related: Sequence[int],
         num_micros: int,
+        name: str = "args",
     ) -> None:
+        named = {f"{name}[{index}]": value for index, value in enumerate(args)} | kwargs
+        for key, value in named.items():
+            _require_containers(key, value)
+
         def looks_cut(value: torch.Tensor) -> bool:
             return value.dim() == hidden.dim() and value.shape[0] == hidden.shape[0]
 
@@ -149,7 +189,7 @@ class PipeArguments:
             _replaced(value, torch.Tensor, partial(wrap, index)) for index, value in enumerate(args)
         ]
         self._kwargs = {
-            name: _replaced(value, torch.Tensor, partial(wrap, None)) for name, value in kwargs.items()
+            key: _replaced(value, torch.Tensor, partial(wrap, None)) for key, value in sorted(kwargs.items())
         }
         self._followers: list[ShardArgument] = (
             [argument for _, argument in self.trained] if is_virtual else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 from contextlib import nullcontext
@@ -468,3 +469,73 @@ def nested_arguments(has_loss_inside: bool) -> None:
 def test_tensors_in_containers_are_split_as_others(has_loss_inside, num_micro_batches):
     init = {"pipe_size": 2, "num_micro_batches": num_micro_batches}
     run_ranks(2, nested_arguments, has_loss_inside, init=init)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    k: object
+    b: object
+    scale: float = 1.0
+
+
+class Holder:
+    """An object with a tensor, such as a key-value cache."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Paired(bmt.DistributedModule):
+    """A layer with two tensors of each row, in one container or as two arguments."""
+
+    def forward(self, x, *, pair=None, **named):
+        named = named or (pair if isinstance(pair, dict) else vars(pair))
+        return x * named["k"] + named["b"]
+
+
+def other_orders(kind: str) -> None:
+    """Each rank makes its container in another order."""
+    layers = bmt.PipelineTransformerBlockList([bmt.Block(Paired(), mode="PIPE") for _ in range(2)])
+    generator = torch.Generator().manual_seed(1)
+    whole = [torch.randn(8, 6, generator=generator) for _ in range(3)]
+    rows = slice(4 * bmt.rank(), 4 * bmt.rank() + 4)
+    hidden, k, b = (value[rows].clone().requires_grad_() for value in whole)
+    parts = dict([("k", k), ("b", b)][:: 1 - 2 * bmt.rank()])
+    if kind == "mixed keys":
+        parts = dict([*parts.items(), (None, torch.ones(1)), (3, torch.ones(2))][:: 1 - 2 * bmt.rank()])
+    made = {"keywords": lambda: parts, "dataclass": lambda: {"pair": Pair(**parts)}}
+    arguments = made.get(kind, lambda: {"pair": parts})()
+    out = layers(hidden, **arguments)
+    bmt.optim.OptimManager().backward(out.square().mean())
+
+    x, one, two = (value.clone().requires_grad_() for value in whole)
+    wanted = (x * one + two) * one + two
+    wanted.square().mean().backward()
+    torch.testing.assert_close(out, wanted[rows])
+    for own, reference in zip((hidden, k, b), (x, one, two), strict=True):
+        torch.testing.assert_close(own.grad, reference.grad[rows])
+    if kind == "dataclass":
+        assert arguments["pair"].k is k
+
+
+@pytest.mark.parametrize("kind", ["dict", "mixed keys", "keywords", "dataclass"])
+def test_tensors_in_containers_belong_together_by_name(kind):
+    run_ranks(2, other_orders, kind, init={"pipe_size": 2, "num_micro_batches": 2})
+
+
+def held_tensors() -> None:
+    layers = bmt.PipelineTransformerBlockList([bmt.Block(Paired(), mode="PIPE") for _ in range(2)])
+    x = torch.ones(4, 6)
+    pair = {"k": x, "b": x}
+    told = "expected tensors in tuples, lists, dicts and dataclasses, got a Holder that holds tensors"
+    with pytest.raises(TypeError, match=f"^pair: {told}"):
+        layers(x, pair={**pair, "more": [Holder(x)]})
+    with pytest.raises(TypeError, match=f"^args.0.: {told}"):
+        layers(x, Holder(x), pair=pair)
+    with pytest.raises(TypeError, match=f"^labels.1.: {told}"):
+        layers.loss(x, pair=pair, head=NestedHead(), labels=(x, (Holder(x),)))
+    layers(x, pair={**pair, "more": Holder(3.0), "module": bmt.nn.Linear(2, 2)})
+
+
+def test_an_object_that_holds_tensors_is_refused():
+    run_ranks(2, held_tensors, init={"pipe_size": 2, "num_micro_batches": 2})
