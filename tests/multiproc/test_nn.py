@@ -218,6 +218,36 @@ def test_projections_agree(world):
     run_ranks(world, projections, init={"tp_size": world})
 
 
+def untied_head() -> None:
+    tp, group = context().groups["tp"], context().groups["tp_zero"]
+    table, linear = torch.nn.Embedding(8, 6), torch.nn.Linear(6, 6)
+    head = torch.nn.Linear(6, 8, bias=False)
+    ids = torch.randint(8, (group.size, 2, 4))
+    logits = head(torch.tanh(linear(table(ids))))
+    torch.nn.functional.cross_entropy(logits.flatten(0, 2), ids.flatten()).backward()
+    parts = bmt.nn.VPEmbedding(8, 6), bmt.nn.Linear(6, 6), bmt.nn.VPEmbedding(8, 6)
+    for part, plain in zip(parts, (table, linear, head), strict=True):
+        part.float().load_state_dict(plain.state_dict())
+    optimizer = bmt.optim.AdamOptimizer([p for part in parts for p in part.parameters()])
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    own = ids[group.rank].chunk(tp.size, dim=1)[tp.rank]
+    logits = parts[2].projection(torch.tanh(parts[1](parts[0](own))))
+    loss = bmt.loss.FusedCrossEntropy(parallel=True)(logits.flatten(0, 1), ids[group.rank].flatten())
+    manager.backward(loss)
+    for part, plain in zip(parts, (table, linear, head), strict=True):
+        for name, param in part.named_parameters():
+            expected = plain.get_parameter(name).grad
+            if part is not parts[1]:
+                expected = expected.chunk(tp.size)[tp.rank]
+            close(param.gather_grad(), expected)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_an_untied_head_that_takes_the_tokens_of_each_rank_has_the_gradients_of_plain_torch(world):
+    run_ranks(world, untied_head, init={"tp_size": 2})
+
+
 def indivisible(kind: str) -> str:
     makers = {
         "out_features": lambda: bmt.nn.ColumnParallelLinear(4, 5),
