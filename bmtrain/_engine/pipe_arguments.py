@@ -96,9 +96,10 @@ class ShardArgument:
 
 
 def alias(value: Any) -> Any:
-    """Returns another node of the graph for a tensor that requires grad, in which its gradients are summed first."""
-    is_trained = isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled()
-    return value.view_as(value) if is_trained else value
+    """Returns other nodes of the graph for tensors that require grad, in which their gradients are summed first."""
+    if not torch.is_grad_enabled():
+        return value
+    return _replaced(value, torch.Tensor, lambda x: x.view_as(x) if x.requires_grad else x)
 
 
 def _entries(value: Any) -> list[tuple[Any, Any]]:

@@ -23,7 +23,8 @@ class Layer(torch.nn.Module):
         self.norm = torch.nn.LayerNorm(DIM)
         self.up, self.down = torch.nn.Linear(DIM, 4 * DIM), torch.nn.Linear(4 * DIM, DIM)
 
-    def forward(self, x: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, more: tuple[torch.Tensor], scale: torch.Tensor) -> torch.Tensor:
+        bias = more[0]
         y = F.dropout(self.down(F.gelu(self.up(self.norm(x)) + bias.sum())), 0.2, self.training)
         return x + y * scale * random.random() + bias
 
@@ -69,9 +70,9 @@ class Model(torch.nn.Module):
         scale = (1 + ids[0, 0] / VOCAB).to(x.dtype)  # another one in each shard
         bias = self.tokens(torch.arange(SEQ)) / 10  # trained, and read after the layers, too
         if self.loss_inside:
-            return self.layers.loss(x, bias, scale=scale, head=self.head, labels=(ids.roll(1), bias))
-        x, states = self.layers(x, bias, scale=scale, return_hidden_states=True)
-        return self.head(self.layers(x + states.mean(0), bias, scale=scale), ids.roll(1), bias)
+            return self.layers.loss(x, (bias,), scale=scale, head=self.head, labels=(ids.roll(1), bias))
+        x, states = self.layers(x, (bias,), scale=scale, return_hidden_states=True)
+        return self.head(self.layers(x + states.mean(0), (bias,), scale=scale), ids.roll(1), bias)
 
 
 def train(
