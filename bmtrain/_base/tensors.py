@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 
 def in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -37,6 +38,22 @@ def storage_references(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
 
+def refuse_tangents(what: str, tensors: Iterable[torch.Tensor]) -> None:
+    """Raises RuntimeError if a tensor has a tangent of forward-mode differentiation, which ``what`` would drop."""
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise RuntimeError(
+            f"{what}: got an argument with a tangent (of dual_level()), which parameters that are gathered over the "
+            "ranks do not carry on; use backward()"
+        )
+
+
+def with_attributes_of(tensor: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
+    """Returns ``alias`` with the attributes that a script has given to ``tensor``; a subclass has its own."""
+    if type(tensor) is torch.Tensor:
+        vars(alias).update(vars(tensor))
+    return alias
+
+
 def with_shared_bases(tensors: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor]:
     """Returns the tensors, and then the bases of several of them, other than ``leaves``."""
     bases: list[Any] = [t._base for t in tensors if t._is_view() and t.grad_fn is not None]
@@ -53,7 +70,7 @@ def take_views_again(tensors: list[Any], outer: list[Any], bases: dict[int, torc
     Autograd needs the views, to know of writes to one of several tensors that share memory.
     """
     for index, tensor in enumerate(tensors):
-        if tensor.is_leaf and id(tensor) in bases:
+        if tensor.is_leaf and bases.get(id(tensor), outer[index]) is not outer[index]:
             outer[index] = bases[id(tensor)].view_as(tensor)
         elif tensor._is_view() and tensor.grad_fn is not None and id(tensor._base) in bases:
             outer[index] = tensor._view_func(bases[id(tensor._base)])

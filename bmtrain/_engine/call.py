@@ -83,6 +83,7 @@ class BlockCall:
         has_state: whether the arguments hold objects that can be written to.
         parts: the features of this call. They do not refer to it, so that it is freed with the caller's graph.
         host: offloaded activations.
+        of_several: gives a further part of a call with several outer results, in the order of the outputs.
         enter: gives the leaf and the inner tensor of an input.
         take_out: gives the outer tensors, without history, of the outputs.
     """
@@ -102,6 +103,7 @@ class BlockCall:
         self.is_spent = False
         self.parts: list[Part] = []
         self.host: HostActivations | None = None
+        self.of_several: Callable[[list[torch.Tensor]], Part]
         self.enter: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = _leaf_of
         self.take_out: Callable[[BlockCall], list[torch.Tensor]] = _detached_outputs
 
@@ -130,6 +132,8 @@ class BlockCall:
                 replace_tensors((args, list(kwargs.values())), lambda tensor: known.get(id(tensor), tensor))
         for part in reversed(self.parts):
             part.after_forward(self, outer)
+        if self.num_visible > 1:
+            self.parts.append(self.of_several([*outer.values()][: self.num_visible]))
         self.inputs = []  # a write of a result to one of them would make a cycle with the caller's graph
         return result
 
@@ -209,7 +213,7 @@ class BlockCall:
         # end of a backward autograd waits for the streams of the leaves that it has reached.
         inputs = self.inputs or [torch.empty(0, requires_grad=True, device=self.engine.device)]
         self.block.open_calls.add(self)
-        inner, attached, ids = self.outputs, self.take_out(self), list(map(id, self.outputs))
+        inner, ids, attached = self.outputs, list(map(id, self.outputs)), self.take_out(self)
         given = dict(zip(map(id, self.inner), self.inputs, strict=True))
         if has_views := any(map(torch.Tensor._is_view, inner)) or not given.keys().isdisjoint(ids):
             given |= dict(list(zip(ids, attached, strict=True))[self.num_visible :])
@@ -342,7 +346,8 @@ def _leaf_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _detached_outputs(call: BlockCall) -> list[torch.Tensor]:
     attached = [output.detach() for output in call.outputs]
     for outer, output in zip(attached, call.outputs, strict=True):
-        vars(outer).update(vars(output))
+        if type(output) is torch.Tensor:
+            vars(outer).update(vars(output))
     return attached
 
 

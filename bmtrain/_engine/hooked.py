@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from .._base.tensors import with_attributes_of
 from .._base.tree import tensors_of
 from .._C import GraphRoots
 from .block_state import unreturned_tensor_error
@@ -99,60 +100,67 @@ class HookedResults(Part):
             *(t for part in call.parts if part is not self for t in part.results(False)),
         ]
         kept = {id(tensor) for tensor in self._kept_first()} - {id(tensor) for tensor in must_stay}
-        return [output.detach_() if id(output) in kept else output.detach() for output in outputs]
+        return [
+            output.detach_() if id(output) in kept else with_attributes_of(output, output.detach())
+            for output in outputs
+        ]
+
+
+#: Names of the nodes that `attach_island` gives to results.
+_NODES = ("bmtrain::Island", "torch::autograd::Identity")
 
 
 class SeveralResults(Part):
-    """Refuses hooks of a result that the forward has used for another: they would get the gradient from outside alone.
+    """Refuses hooks of a result that the forward used for another: they would get the gradient from outside alone."""
 
-    Args:
-        result: of the call, for the caller.
-    """
-
-    def __init__(self, call: BlockCall, result: Any) -> None:
-        self._outer: list[tuple[int, dict[int, Any], weakref.ref[torch.Tensor]]] = []
-        for tensor in tensors_of(result):
-            if tensor.grad_fn is not None and not tensor._backward_hooks and _is_alias(tensor, call.outputs):
+    def __init__(self, results: list[torch.Tensor]) -> None:
+        self._outer: list[tuple[int, dict[int, Any], int, weakref.ref[torch.Tensor]]] = []
+        for index, tensor in enumerate(results):
+            if tensor.grad_fn is None or tensor.grad_fn.name() not in _NODES:
+                continue  # a view of another result
+            hooks: dict[int, Any] = OrderedDict()
+            if not tensor._backward_hooks:  # else kept by a hook: further ones are of its node inside
                 # As register_hook() does; the tensor itself may be gone when its node runs.
-                hooks = tensor._backward_hooks = OrderedDict()
+                tensor._backward_hooks = hooks
                 tensor.grad_fn._register_hook_dict(tensor)
-                self._outer.append((tensor.output_nr, hooks, weakref.ref(tensor)))
+            self._outer.append((index, hooks, tensor._version, weakref.ref(tensor)))
 
     def graph(
         self, call: BlockCall, outputs: list[Any], leaves: list[torch.Tensor]
     ) -> tuple[list[Any], list[torch.Tensor]]:
         """Looks at the hooks, when the graph is known."""
-        for index, hooks, reference in self._outer:
-            outer = reference()
-            if not hooks and (outer is None or not outer.retains_grad):
+        for index, hooks, version, reference in self._outer:
+            outer = reference()  # its .grad is that of a new value if it was written to
+            retains = outer is not None and outer.retains_grad and outer._version == version
+            if not retains and all(map(_gives_total, hooks.values())):
                 continue
-            is_recorded = any(
-                hasattr(getattr(hook, "__self__", None), "gives_total") for hook in hooks.values()
-            )
-            others = [outputs[other].grad_fn for other, *_ in self._outer if other != index]
-            if not is_recorded and _is_reached(outputs[index], others):
+            others = [_edge_of(outputs[other]).node for other, *_ in self._outer if other != index]
+            if _is_reached(_edge_of(outputs[index]), others):
                 raise RuntimeError(
-                    f"{call.block.label}: a hook or retain_grad() on a result (shape {tuple(outputs[index].shape)}), "
-                    "with which its forward computes another result, would get only the gradient from outside the "
-                    "Block; call register_hook() in the forward, or bmtrain.inspect.record_tensor() there"
+                    f"{call.block.label}: a hook or retain_grad() on result {index} of those with gradients, with "
+                    "which its forward computes another result, would get only the gradient from outside the Block; "
+                    "call register_hook() in the forward, or bmtrain.inspect.record_tensor() there"
                 )
         return outputs, leaves
 
 
-def _is_alias(tensor: torch.Tensor, outputs: list[Any]) -> bool:
-    output = outputs[tensor.output_nr] if tensor.output_nr < len(outputs) else None
-    return isinstance(output, torch.Tensor) and tensor.is_set_to(output)
+def _edge_of(output: Any) -> GradientEdge:
+    return output if isinstance(output, GradientEdge) else get_gradient_edge(output)
 
 
-def _is_reached(tensor: torch.Tensor, nodes: list[Any]) -> bool:
-    """Whether the graph leads from ``nodes`` to the tensor."""
+def _gives_total(hook: Any) -> bool:
+    return hasattr(getattr(hook, "__self__", None), "gives_total")
+
+
+def _is_reached(edge: GradientEdge, nodes: list[Any]) -> bool:
+    """Whether the graph leads from ``nodes`` to the tensor of ``edge``."""
     seen: dict[int, Any] = {}  # kept, so that no other has the identity
     while nodes:
         node = nodes.pop()
         if node is None or id(node) in seen:
             continue
         seen[id(node)] = node
-        if (tensor.grad_fn, tensor.output_nr) in node.next_functions:
+        if (edge.node, edge.output_nr) in node.next_functions:
             return True
         nodes += [following for following, _ in node.next_functions]
     return False

@@ -27,6 +27,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .._base.tensors import with_attributes_of
+
 
 class Mover(Protocol):
     """Moves memory between a device and its host, overlapped with compute. All tensors are 1-D, of bytes."""
@@ -153,7 +155,7 @@ def entrance(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a leaf without memory that receives the gradient, and the tensor to use in place of ``tensor``."""
     leaf = without_memory(tensor).requires_grad_()
     inner: torch.Tensor = _Entrance.apply(leaf, tensor.detach())
-    return leaf, inner
+    return leaf, with_attributes_of(tensor, inner)
 
 
 class HostActivations:

@@ -160,7 +160,8 @@ class Pass:
         engine, states = current_engine(context()), [block._runtime for block in self._plan.blocks]
         for state in states:
             hold(engine, state)
-            state.defers = not engine.virtual.is_open if trains else state.defers  # by an earlier loss
+            if trains:  # else as an earlier loss has left it
+                state.defers = not engine.virtual.is_open
         try:
             with torch.set_grad_enabled(trains), self.numbers.of_pass():
                 self.run(self._plan.actions if trains else only(Kind.FORWARD, self._plan.actions))

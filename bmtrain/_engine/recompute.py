@@ -53,6 +53,7 @@ class Replay(Part):
         met: dict[int, Any] = {}  # functions among the arguments, and copies of objects
         self._arguments = snapshot((args, kwargs), met) if call.has_state else (args, kwargs)
         self._modes = ModeSnapshot(call.engine.device)
+        self._noted = [vars(tensor).copy() for tensor in call.inner]  # attributes, which the run may change
         self._before = call.modules.before_forward([*filter(is_function, met.values())])
         with self._saved.record():
             result = run(args, kwargs)
@@ -79,8 +80,8 @@ class Replay(Part):
         host = call.host
         values = leaves if host is None or self._away is None else map(host.take, self._away)
         fresh = [value.detach().requires_grad_() for value in values]
-        for leaf, old in zip(fresh, leaves, strict=True):
-            vars(leaf).update(vars(old))
+        for leaf, noted in zip(fresh, self._noted, strict=True):
+            vars(leaf).update(noted)
         args, kwargs, result = self._second_run(call, dict(zip(map(id, leaves), fresh, strict=True)))
         if self._saved.is_complete:
             return outputs, leaves

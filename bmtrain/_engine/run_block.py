@@ -6,8 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from .._base.precision import computing_in
+from .._base.tensors import refuse_tangents
+from .._base.tree import tensors_of
 from .._ranks.context import require_gathering
 from .block_state import BlockState
 from .call import BlockCall, NoAutocastCache, kept_alive
@@ -40,6 +43,8 @@ def run_block(
         forward = computing_in(block.policy.compute_dtype, forward)
     if not torch.is_grad_enabled():
         return _as_tuple(_evaluated(block, forward, modules, args, kwargs))
+    if forward_ad._current_level >= 0:
+        refuse_tangents(block.label, tensors_of((args, kwargs)))
     call = BlockCall(block, forward, modules)
     # In the order in which they enclose each other: the last one is nearest to the forward.
     if modules.has_own_forward_hooks():
@@ -48,10 +53,8 @@ def run_block(
         call.parts.append(Offload(call, call.engine.mover, args, kwargs))
     if block.recomputes:
         call.parts.append(Replay(call))
-    result = call.run(args, kwargs)
-    if call.num_visible > 1:
-        call.parts.append(SeveralResults(call, result))
-    return _as_tuple(result)
+    call.of_several = SeveralResults
+    return _as_tuple(call.run(args, kwargs))
 
 
 def _evaluated(

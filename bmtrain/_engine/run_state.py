@@ -131,10 +131,11 @@ class ModuleSnapshot:
     @contextmanager
     def restored(self, label: str) -> Iterator[None]:
         """Context manager with the old attributes and (new tensors of) buffers; the current ones are put back."""
-        known = zip(self._attributes, self._parameters, strict=True)
-        are_old = (map(is_, map(module._parameters.get, old), old.values()) for (module, _), old in known)
-        if self._state.walk() != self._modules or not all(map(all, are_old)):
+        if self._state.walk() != self._modules:
             raise exchanged_error(label)
+        for (module, _), old in zip(self._attributes, self._parameters, strict=True):
+            if not all(map(is_, map(module._parameters.get, old), old.values())):
+                raise exchanged_error(label)
         changed, held = self._changed(), self._held
         distinct = {id(noted.tensor): noted for noted in self._buffers} if self._buffers else {}
         values = {key: old_value(noted, label) for key, noted in distinct.items()} if distinct else {}

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
-from torch.autograd import forward_ad
 
 from ..errors import CommunicationError
 from ..topology import GroupKind, Topology
@@ -195,14 +194,14 @@ def require_gathering(what: str) -> None:
     """Checks that ``what`` may gather parameters here.
 
     Raises:
-        RuntimeError: a transform of torch.func or dual_level() is active, or this process was forked from a rank.
+        RuntimeError: a transform of torch.func is running, or this process was forked from a rank.
     """
-    if forked_from is None and peek_interpreter_stack() is None and forward_ad._current_level < 0:
+    if forked_from is None and peek_interpreter_stack() is None:
         return
     refuse_child(what)
     raise RuntimeError(
-        f"{what} inside a transform of torch.func (grad, vmap, jvp, jacrev, ...) or dual_level(): parameters that are "
-        "gathered over the ranks cannot be transformed; use backward(), or torch.func.functional_call with the full "
+        f"{what} inside a transform of torch.func (grad, vmap, jvp, jacrev, ...): parameters that are gathered "
+        "over the ranks cannot be transformed; use backward(), or torch.func.functional_call with the full "
         "tensors of model.state_dict() on a model without Blocks"
     )
 

@@ -252,9 +252,11 @@ VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 class Viewing(torch.nn.Module):
-    def __init__(self, view: str) -> None:
+    def __init__(self, view: str, is_hooked: bool) -> None:
         super().__init__()
         self.linear, self.view = torch.nn.Linear(2, 2), view
+        if is_hooked:
+            self.linear.register_forward_hook(lambda *_: None)
 
     def forward(self, x: torch.Tensor) -> Any:
         y = self.linear(x) * 2
@@ -262,8 +264,8 @@ class Viewing(torch.nn.Module):
 
 
 def views_of_results(use_checkpoint: bool) -> None:
-    for view in VIEWS:
-        plain, inner = twins(lambda view=view: Viewing(view))  # type: ignore[misc]
+    for view, is_hooked in itertools.product(VIEWS, (False, True)):
+        plain, inner = twins(lambda kind=(view, is_hooked): Viewing(*kind))  # type: ignore[misc]
         block = bmt.Block(inner, use_checkpoint=use_checkpoint)
         for write in (True, False):
             gradients = []
@@ -353,30 +355,36 @@ def test_writes_to_a_result_reach_others_in_its_memory(world: int, use_checkpoin
 
 
 class Noting(torch.nn.Module):
-    """Reads what the script has noted on a tensor, and notes something on the result."""
+    """Reads what the script has noted on a tensor, and notes something on it and on the result."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_hooked: bool = False) -> None:
         super().__init__()
-        self.linear = torch.nn.Linear(2, 2)
+        self.linear, self.norm = torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)
+        if is_hooked:
+            self.linear.register_forward_hook(lambda *_: None)
 
     def forward(self, x: Any) -> torch.Tensor:
-        y: Any = (self.linear(x) * x.scale).tanh()
+        if not hasattr(x, "normed"):
+            x.normed = self.norm(x).tanh()
+        y: Any = (self.linear(x.normed) * x.scale).tanh() + x.normed
         y.scale = 2 * x.scale
         return y
 
 
 def attributes_of_tensors() -> None:
-    plain, inner = twins(Noting)
-    for use_checkpoint in (True, False):
+    for use_checkpoint, is_hooked in itertools.product((True, False), (True, False)):
+        plain, inner = twins(lambda is_hooked=is_hooked: Noting(is_hooked))  # type: ignore[misc]
         gradients = []
-        for module in (plain, bmt.Block(copy.deepcopy(inner), use_checkpoint=use_checkpoint)):
-            x: Any = torch.ones(3, 2, requires_grad=True)
+        block = bmt.Block(inner, use_checkpoint=use_checkpoint)
+        for module in (plain, block):
+            x: Any = torch.linspace(-1, 1, 6).square().view(3, 2).requires_grad_()
             x.scale = 0.5
             y = module(x)
             assert y.scale == 1.0
-            y.sum().backward()
-            gradients.append(x.grad)
+            (y.square().sum() / (bmt.world_size() if module is block else 1)).backward()
+            gradients.append(x.grad * (bmt.world_size() if module is block else 1))
         torch.testing.assert_close(*gradients)
+        check_gradients(plain, block, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("body", [structures, one_object_twice, attributes_of_tensors])

@@ -114,12 +114,16 @@ def test_a_forward_without_backward_keeps_nothing(use_checkpoint: bool) -> None:
 class Several(torch.nn.Module):
     """Returns a tensor and what it computes with it, or with another one."""
 
-    def __init__(self, uses_it: bool) -> None:
+    def __init__(self, uses_it: bool, is_hooked: bool = False, gives_argument: bool = False) -> None:
         super().__init__()
-        self.linear, self.uses_it = torch.nn.Linear(2, 2), uses_it
+        self.linear, self.uses_it, self.gives_argument = torch.nn.Linear(2, 2), uses_it, gives_argument
+        if is_hooked:
+            self.linear.register_forward_hook(lambda *_: None)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         y = self.linear(x)
+        if self.gives_argument:
+            return x, y if self.uses_it else self.linear(torch.ones(2, 2)), x[:1]
         return y, (y if self.uses_it else self.linear(x)).tanh(), y[:1]
 
 
@@ -131,18 +135,20 @@ WATCHES = {
 
 
 def hooks_of_results(use_checkpoint: bool) -> None:
-    for watch, uses_it in itertools.product(WATCHES, (True, False)):
-        plain, inner = twins(lambda uses_it=uses_it: Several(uses_it))  # type: ignore[misc]
+    flags = (True, False)
+    for watch, uses_it, is_hooked, gives_argument in itertools.product(WATCHES, flags, flags, flags):
+        plain, inner = twins(lambda kinds=(uses_it, is_hooked, gives_argument): Several(*kinds))  # type: ignore[misc]
         block = bmt.Block(inner, use_checkpoint=use_checkpoint)
         kept = []
         for module, count in ((plain, 1), (block, bmt.world_size())):
-            results = module(torch.ones(2, 2))
+            results = module(torch.ones(2, 2, requires_grad=gives_argument) * 1)
             WATCHES[watch](results[0])  # type: ignore[no-untyped-call]
             kept.append(results[0])
             loss = sum(tensor.square().sum() for tensor in results) / count
             if watch != "retained":
                 del results, kept[:]
-            if module is block and uses_it and watch != "removed":
+            is_inside = watch == "hook" and is_hooked and not gives_argument  # a hook of the tensor inside
+            if module is block and uses_it and watch != "removed" and not is_inside:
                 with pytest.raises(RuntimeError, match="computes another result.*record_tensor"):
                     loss.backward()
                 break
@@ -152,6 +158,25 @@ def hooks_of_results(use_checkpoint: bool) -> None:
                 torch.testing.assert_close(kept[0].grad, kept[1].grad * bmt.world_size())
             if watch != "hook" or bmt.world_size() == 1:  # clamps the share of a rank
                 check_gradients(plain, block, tolerance=1e-5)
+
+
+def gradient_of_a_new_value(use_checkpoint: bool) -> None:
+    plain, inner = twins(lambda: Several(True))
+    block = bmt.Block(inner, use_checkpoint=use_checkpoint)
+    kept = []
+    for module, count in ((plain, 1), (block, bmt.world_size())):
+        y, *others = module(torch.ones(2, 2))
+        y *= 2
+        y.retain_grad()
+        (sum(tensor.square().sum() for tensor in (y, *others)) / count).backward()
+        kept.append(y.grad * count)
+    torch.testing.assert_close(*kept)
+    check_gradients(plain, block, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+def test_a_result_that_is_written_to_retains_the_gradient_of_its_new_value(use_checkpoint: bool) -> None:
+    run_ranks(1, gradient_of_a_new_value, use_checkpoint)
 
 
 @pytest.mark.parametrize("world", [1, 2])

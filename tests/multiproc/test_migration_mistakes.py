@@ -289,8 +289,14 @@ def transformed() -> None:
         for call in (torch.func.grad(lambda x, part=part: part(x).sum()), torch.vmap(part)):
             with pytest.raises(RuntimeError, match=r"transform of torch.func"):
                 call(x)
-        with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"dual_level\(\)"):
-            part(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(RuntimeError, match=r"a tangent \(of dual_level\(\)\)"):
+            block(dual)
+        assert torch.equal(block(x), plain(x))
+        with torch.no_grad():
+            pairs = [torch.autograd.forward_ad.unpack_dual(part(dual)) for part in (plain, model, block)]
+        assert all(torch.equal(pair.tangent, pairs[0].tangent) for pair in pairs)
 
 
 def test_functional_calls_take_full_tensors_and_no_shards() -> None:
