@@ -19,7 +19,7 @@ PYTHON = {
     "watch": ("_watch", 1951),
     "ranks": ("_ranks global_var nccl synchronize utils", 4243),
     "shards": ("_shards parameter", 1884),
-    "engine": ("_engine", 8483),
+    "engine": ("_engine", 8488),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5665),
     "files": ("_files dcp distributed store weights", 4652),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10070),

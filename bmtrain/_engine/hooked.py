@@ -116,10 +116,15 @@ class SeveralResults(Part):
     def __init__(self, results: list[torch.Tensor]) -> None:
         self._outer: list[tuple[int, dict[int, Any], int, weakref.ref[torch.Tensor]]] = []
         for index, tensor in enumerate(results):
-            if tensor.grad_fn is None or tensor.grad_fn.name() not in _NODES:
-                continue  # a view of another result
+            known = tensor._backward_hooks or {}
+            if (
+                tensor.grad_fn is None
+                or tensor.grad_fn.name() not in _NODES
+                or any(map(_gives_total, known.values()))
+            ):
+                continue  # a view of another result, or recorded
             hooks: dict[int, Any] = OrderedDict()
-            if not tensor._backward_hooks:  # else kept by a hook: further ones are of its node inside
+            if not known:  # else kept by a hook: further ones are of its node inside
                 # As register_hook() does; the tensor itself may be gone when its node runs.
                 tensor._backward_hooks = hooks
                 tensor.grad_fn._register_hook_dict(tensor)
@@ -132,7 +137,7 @@ class SeveralResults(Part):
         for index, hooks, version, reference in self._outer:
             outer = reference()  # its .grad is that of a new value if it was written to
             retains = outer is not None and outer.retains_grad and outer._version == version
-            if not retains and all(map(_gives_total, hooks.values())):
+            if not hooks and not retains:
                 continue
             others = [_edge_of(outputs[other]).node for other, *_ in self._outer if other != index]
             if _is_reached(_edge_of(outputs[index]), others):
