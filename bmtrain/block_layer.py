@@ -367,8 +367,7 @@ def as_block(module: torch.nn.Module, earlier: Block | None, index: int) -> Bloc
                 "shared weights, give the plain module twice"
             )
         return module
-    if earlier is None:
-        return Block(module)
-    block = Block(module, initialized=True)
-    block.reference(earlier)
+    block = Block(module, initialized=earlier is not None)
+    if earlier is not None:
+        block.reference(earlier)
     return block

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, MutableMapping, MutableSequence
-from operator import is_
+from collections.abc import Iterator
 from typing import Any
 
-from .tree import BYTES, NO_CONTAINERS, attributes_of, is_opaque
+from .tree import NO_CONTAINERS, attributes_of, is_opaque, items_of, with_items
 
 
 def snapshot(value: Any, seen: dict[int, Any] | None = None) -> Any:
@@ -27,10 +26,7 @@ def snapshot(value: Any, seen: dict[int, Any] | None = None) -> Any:
         seen[id(value)] = value
         return value
     if isinstance(value, tuple):
-        items = [snapshot(item, seen) for item in value]
-        if all(map(is_, items, value)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return with_items(value, [snapshot(item, seen) for item in value])
     if id(value) in seen:
         return seen[id(value)]
     try:
@@ -45,12 +41,8 @@ def snapshot(value: Any, seen: dict[int, Any] | None = None) -> Any:
                 "use_checkpoint=True runs its forward twice; pass a list or tuple"
             ) from error
         return value  # a lock, a process group: nothing that a forward changes
-    if isinstance(clone, MutableSequence) and not isinstance(clone, BYTES):
-        for index, item in enumerate(clone):
-            clone[index] = snapshot(item, seen)
-    elif isinstance(clone, MutableMapping):
-        for key, item in list(clone.items()):
-            clone[key] = snapshot(item, seen)
+    for key, item in items_of(clone):
+        clone[key] = snapshot(item, seen)
     if clone is not value:
         for name, item in attributes_of(clone):
             object.__setattr__(clone, name, snapshot(item, seen))

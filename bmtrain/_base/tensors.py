@@ -47,13 +47,6 @@ def refuse_tangents(what: str, tensors: Iterable[torch.Tensor]) -> None:
         )
 
 
-def with_attributes_of(tensor: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
-    """Returns ``alias`` with the attributes that a script has given to ``tensor``; a subclass has its own."""
-    if type(tensor) is torch.Tensor:
-        vars(alias).update(vars(tensor))
-    return alias
-
-
 def with_shared_bases(tensors: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor]:
     """Returns the tensors, and then the bases of several of them, other than ``leaves``."""
     bases: list[Any] = [t._base for t in tensors if t._is_view() and t.grad_fn is not None]

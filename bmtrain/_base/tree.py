@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
 from copyreg import _slotnames as slots_of  # type: ignore[attr-defined]
+from functools import partial
 from operator import is_
 from types import FunctionType
 from typing import Any
@@ -52,6 +53,28 @@ def data_fields(value: Any) -> list[tuple[str, Any]]:
     return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
 
 
+def detached(tensor: torch.Tensor, alias: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns ``alias``, or a new one without history, with the attributes that a script has given to the tensor."""
+    alias = tensor.detach() if alias is None else alias
+    if type(tensor) is torch.Tensor:  # a subclass has its own
+        vars(alias).update(vars(tensor))
+    return alias
+
+
+def items_of(value: Any) -> Iterable[tuple[Any, Any]]:
+    """The items of a mutable container, with indices or keys, at which others may be put meanwhile."""
+    if isinstance(value, MutableSequence) and not isinstance(value, BYTES):
+        return enumerate(value)
+    return list(value.items()) if isinstance(value, MutableMapping) else ()
+
+
+def with_items(value: Any, items: list[Any]) -> Any:
+    """``value``, a tuple or a named one, with other items; itself if they are the same objects."""
+    if all(map(is_, items, value)):
+        return value
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
 def replace_tensors(
     value: Any,
     function: Callable[[torch.Tensor], Any],
@@ -67,24 +90,15 @@ def replace_tensors(
     if isinstance(value, _LEAVES):
         return value
     if isinstance(value, tuple):
-        items = [replace_tensors(item, function, _seen, attributes) for item in value]
-        if all(map(is_, items, value)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return with_items(value, [replace_tensors(item, function, _seen, attributes) for item in value])
     seen = {} if _seen is None else _seen
     if id(value) in seen:
         return value
     seen[id(value)] = value
-    if isinstance(value, MutableSequence) and not isinstance(value, BYTES):
-        for index, item in enumerate(value):
-            new = replace_tensors(item, function, seen, attributes)
-            if new is not item:
-                value[index] = new
-    elif isinstance(value, MutableMapping):
-        for key, item in list(value.items()):
-            new = replace_tensors(item, function, seen, attributes)
-            if new is not item:
-                value[key] = new
+    for key, item in items_of(value):
+        new = replace_tensors(item, function, seen, attributes)
+        if new is not item:
+            value[key] = new
     for name, item in attributes(value):
         new = replace_tensors(item, function, seen, attributes)
         if new is not item:
@@ -99,12 +113,9 @@ def replace_arguments(
     attributes: Callable[[Any], list[tuple[str, Any]]] = attributes_of,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call with every tensor in them replaced, see :func:`replace_tensors`."""
-
-    def replaced(value: Any) -> Any:
-        return replace_tensors(value, function, attributes=attributes)
-
+    replaced = partial(replace_tensors, function=function, attributes=attributes)
     return (
-        tuple([replaced(value) for value in args]),
+        tuple(map(replaced, args)),
         {name: replaced(value) for name, value in kwargs.items()} if kwargs else kwargs,
     )
 
@@ -124,13 +135,7 @@ def tensors_of(value: Any, _seen: dict[int, Any] | None = None) -> Iterator[torc
     if id(value) in seen:
         return
     seen[id(value)] = value
-    if isinstance(value, MutableSequence) and not isinstance(value, BYTES):
-        for item in value:
-            yield from tensors_of(item, seen)
-    elif isinstance(value, MutableMapping):
-        for item in value.values():
-            yield from tensors_of(item, seen)
-    for _, item in attributes_of(value):
+    for _, item in (*items_of(value), *attributes_of(value)):
         yield from tensors_of(item, seen)
 
 

@@ -23,7 +23,7 @@ import torch
 from torch.autograd import Variable
 
 from .._base.tensors import take_views_again, with_shared_bases
-from .._base.tree import distinct, has_containers, replace_arguments, replace_tensors, tensors_of
+from .._base.tree import detached, distinct, has_containers, replace_arguments, replace_tensors, tensors_of
 from .._C import GraphRoots, attach_island, find_older_node, next_node_number, write_products_in_place
 from .block_state import BlockState
 from .engine import Engine
@@ -32,7 +32,7 @@ from .phase import Phase
 from .run_state import ModuleState
 
 Run = Callable[[Any, dict[str, Any]], Any]
-_Graph = tuple[list[Any], list[torch.Tensor]]
+Graph = tuple[list[Any], list[torch.Tensor]]
 
 
 class Part:
@@ -59,7 +59,7 @@ class Part:
     def before_backward(self, call: BlockCall) -> None:
         """The block is not gathered yet."""
 
-    def graph(self, call: BlockCall, outputs: list[Any], leaves: list[torch.Tensor]) -> _Graph:
+    def graph(self, call: BlockCall, outputs: list[Any], leaves: list[torch.Tensor]) -> Graph:
         """Returns the ends of the graph to differentiate, in place of these; the block is gathered."""
         return outputs, leaves
 
@@ -187,16 +187,11 @@ class BlockCall:
         """Returns the tensors at which the graph of the first run ends, or with ``again`` of the second."""
         outputs = distinct(tensor for tensor in tensors_of(result) if tensor.requires_grad)
         further = [tensor for part in self.parts for tensor in part.results(again)]
+        if self.has_state:
+            further += [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
         if further:
             known = {id(tensor) for tensor in (*outputs, *leaves)}
             outputs += distinct(tensor for tensor in further if id(tensor) not in known)
-        if self.has_state:
-            known = {id(tensor) for tensor in (*outputs, *leaves)}
-            outputs += distinct(
-                tensor
-                for tensor in tensors_of((args, kwargs))
-                if tensor.requires_grad and id(tensor) not in known
-            )
         self.num_visible = len(outputs)
         return with_shared_bases(outputs, leaves) if len(outputs) > 1 else outputs
 
@@ -337,18 +332,12 @@ class NoAutocastCache:
 
 
 def _leaf_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    leaf = tensor.detach().requires_grad_()
-    if type(tensor) is torch.Tensor:
-        vars(leaf).update(vars(tensor))  # what a script has noted there
+    leaf = detached(tensor).requires_grad_()
     return leaf, leaf
 
 
 def _detached_outputs(call: BlockCall) -> list[torch.Tensor]:
-    attached = [output.detach() for output in call.outputs]
-    for outer, output in zip(attached, call.outputs, strict=True):
-        if type(output) is torch.Tensor:
-            vars(outer).update(vars(output))
-    return attached
+    return list(map(detached, call.outputs))
 
 
 def kept_alive(block: BlockState, result: Any, given: Collection[int] = ()) -> Any:

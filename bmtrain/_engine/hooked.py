@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .._base.tensors import with_attributes_of
-from .._base.tree import tensors_of
+from .._base.tree import detached, tensors_of
 from .._C import GraphRoots
 from .block_state import unreturned_tensor_error
-from .call import BlockCall, Part, Run
+from .call import BlockCall, Graph, Part, Run
 
 
 class HookedResults(Part):
@@ -100,10 +99,7 @@ class HookedResults(Part):
             *(t for part in call.parts if part is not self for t in part.results(False)),
         ]
         kept = {id(tensor) for tensor in self._kept_first()} - {id(tensor) for tensor in must_stay}
-        return [
-            output.detach_() if id(output) in kept else with_attributes_of(output, output.detach())
-            for output in outputs
-        ]
+        return [output.detach_() if id(output) in kept else detached(output) for output in outputs]
 
 
 #: Names of the nodes that `attach_island` gives to results.
@@ -130,9 +126,7 @@ class SeveralResults(Part):
                 tensor.grad_fn._register_hook_dict(tensor)
             self._outer.append((index, hooks, tensor._version, weakref.ref(tensor)))
 
-    def graph(
-        self, call: BlockCall, outputs: list[Any], leaves: list[torch.Tensor]
-    ) -> tuple[list[Any], list[torch.Tensor]]:
+    def graph(self, call: BlockCall, outputs: list[Any], leaves: list[torch.Tensor]) -> Graph:
         """Looks at the hooks, when the graph is known."""
         for index, hooks, version, reference in self._outer:
             outer = reference()  # its .grad is that of a new value if it was written to

@@ -27,7 +27,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .._base.tensors import with_attributes_of
+from .._base.tree import detached
 
 
 class Mover(Protocol):
@@ -155,7 +155,7 @@ def entrance(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a leaf without memory that receives the gradient, and the tensor to use in place of ``tensor``."""
     leaf = without_memory(tensor).requires_grad_()
     inner: torch.Tensor = _Entrance.apply(leaf, tensor.detach())
-    return leaf, with_attributes_of(tensor, inner)
+    return leaf, detached(tensor, inner)
 
 
 class HostActivations:

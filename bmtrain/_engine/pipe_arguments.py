@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._base.tree import attributes_of, tensors_of
+from .._base.tree import attributes_of, tensors_of, with_items
 from .._C import ReduceOp
 from .._shards.stage import collect_batches, hand_out
 from ..global_var import context
@@ -120,8 +120,7 @@ def _replaced(value: Any, kind: Any, function: Callable[[Any], Any]) -> Any:
     if all(new is item for _, item, new in found):
         return value
     if isinstance(value, tuple):
-        items = [new for _, _, new in found]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return with_items(value, [new for _, _, new in found])
     copied = copy(value)
     put = type(value).__setitem__ if isinstance(value, (list, dict)) else object.__setattr__
     for key, _, new in found:

@@ -11,13 +11,13 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 
 from .._base.deprecate import warn_once
 from .._base.generators import host_state, is_same_host_state, set_host_state
+from .._base.tree import with_items
 from .helper_state import SMALL_BYTES, Holder, contents_of, put_contents
 
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
@@ -107,10 +107,7 @@ def _container(value: Any, copied: Callable[[torch.Tensor], torch.Tensor]) -> An
     if isinstance(value, torch.Tensor):
         return copied(value)
     if isinstance(value, tuple):
-        items = [_container(item, copied) for item in value]
-        if all(map(is_, items, value)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return with_items(value, [_container(item, copied) for item in value])
     if isinstance(value, _CONTAINERS):
         value = copy.copy(value)
         for key in value if isinstance(value, dict) else range(len(value)):

@@ -24,7 +24,7 @@ from .._base.argument_copies import snapshot
 from .._base.tree import is_function, replace_arguments, replace_tensors, tensors_of
 from .._C import next_node_number
 from .block_state import BlockState, unreturned_tensor_error
-from .call import BlockCall, Part, Run
+from .call import BlockCall, Graph, Part, Run
 from .host_activations import HostActivations
 from .policy import Recompute
 from .run_state import ModeSnapshot, trainable_as
@@ -73,9 +73,7 @@ class Replay(Part):
     def before_backward(self, call: BlockCall) -> None:
         self._unchanged.check()
 
-    def graph(
-        self, call: BlockCall, outputs: list[Any], leaves: list[torch.Tensor]
-    ) -> tuple[list[Any], list[torch.Tensor]]:
+    def graph(self, call: BlockCall, outputs: list[Any], leaves: list[torch.Tensor]) -> Graph:
         """Returns the graph of the first run, whose slots the second run has filled; else the graph of the second."""
         host = call.host
         values = leaves if host is None or self._away is None else map(host.take, self._away)
