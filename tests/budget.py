@@ -29,7 +29,7 @@ PYTHON = {
 CORE = {
     "bindings": (". bindings ops", 1514),
     "common": ("common", 973),
-    "comm": ("comm", 6793),
+    "comm": ("comm", 6756),
     "shard": ("shard", 2719),
     "disk": ("disk", 900),
     "optim": ("optim", 1957),

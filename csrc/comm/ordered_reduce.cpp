@@ -1,12 +1,11 @@
 #include "comm/ordered_reduce.h"
 
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
 
 #include <algorithm>
 #include <type_traits>
 
-#include "common/check.h"
 #include "common/tensor_dtype.h"
 #include "cpu/kernels.h"
 
@@ -16,21 +15,7 @@ namespace {
 // Accumulators of one pass: small enough to stay in the first-level cache next to one input's slice.
 constexpr std::int64_t kChunk = 1024;
 
-// What a type accumulates in. Signed integers go through their unsigned twin: sums and products wrap around
-// instead of being undefined.
-template <typename T>
-struct Accumulate {
-  using type = T;
-};
-template <>
-struct Accumulate<c10::Half> {
-  using type = float;
-};
-template <>
-struct Accumulate<c10::BFloat16> {
-  using type = float;
-};
-
+// Signed integers go through their unsigned twin: sums and products wrap around instead of being undefined.
 template <typename T>
 T add(T a, T b) {
   if constexpr (std::is_same_v<T, bool>) {
@@ -71,7 +56,7 @@ A combine(A acc, A value) {
 
 template <typename T, ReduceOp op>
 void reduce_all(T* output, const std::vector<const void*>& inputs, std::int64_t numel) {
-  using A = Accumulate<T>::type;
+  using A = at::opmath_type<T>;  // fp32 for 16-bit types
   const auto count = static_cast<A>(inputs.size());
   A acc[kChunk];
   for (std::int64_t begin = 0; begin < numel; begin += kChunk) {
@@ -125,30 +110,8 @@ void ordered_reduce(void* output, const std::vector<const void*>& inputs, std::i
                      dtype_of(dtype, "ordered_reduce"), dtype_of(dtype, "ordered_reduce"), false, 1.0);
     return;
   }
-  switch (dtype) {
-    case at::kHalf:
-      return reduce_typed<c10::Half>(output, inputs, numel, op);
-    case at::kBFloat16:
-      return reduce_typed<c10::BFloat16>(output, inputs, numel, op);
-    case at::kFloat:
-      return reduce_typed<float>(output, inputs, numel, op);
-    case at::kDouble:
-      return reduce_typed<double>(output, inputs, numel, op);
-    case at::kBool:
-      return reduce_typed<bool>(output, inputs, numel, op);
-    case at::kByte:
-      return reduce_typed<std::uint8_t>(output, inputs, numel, op);
-    case at::kChar:
-      return reduce_typed<std::int8_t>(output, inputs, numel, op);
-    case at::kShort:
-      return reduce_typed<std::int16_t>(output, inputs, numel, op);
-    case at::kInt:
-      return reduce_typed<std::int32_t>(output, inputs, numel, op);
-    case at::kLong:
-      return reduce_typed<std::int64_t>(output, inputs, numel, op);
-    default:
-      BMT_CHECK(TypeError, false, "ordered_reduce: no reduction of ", c10::toString(dtype));
-  }
+  AT_DISPATCH_ALL_TYPES_AND3(at::kHalf, at::kBFloat16, at::kBool, dtype, "ordered_reduce",
+                             [&] { reduce_typed<scalar_t>(output, inputs, numel, op); });
 }
 
 }  // namespace bmtrain
