@@ -87,6 +87,35 @@ def test_second_backward_doubles_bc13(world: int, form: str) -> None:
     run_ranks(world, twice, form)
 
 
+REPLACED = {
+    "part of another": lambda grad: grad.view(-1).flip(0).view(grad.shape),
+    "own memory": lambda grad: grad.detach(),
+}
+
+
+def added_to_what_a_user_put_there(form: str) -> None:
+    plain, layer = twins(Layer)
+    model: Any = layer if form == "bare" else bmt.Block(layer)
+    x = batches(1, 6)[0]
+    for change in (None, *REPLACED.values()):
+        if change is not None:
+            for p in (*plain.parameters(), *model.parameters()):
+                p.grad = change(p.grad)
+        for module in (plain, model):
+            module(x).square().sum().backward()
+        check_gradients(plain, model)
+    for module in (plain, model):  # all elements in one place, at the start of the parameter's own
+        for p in module.parameters():
+            p.grad = p.grad.view(-1)[:1].expand(p.grad.numel()).view_as(p.grad)
+        with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers"):
+            module(x).square().sum().backward()
+
+
+@pytest.mark.parametrize("form", ["bare", "block"])
+def test_backward_adds_to_gradients_that_a_user_replaced(form: str) -> None:
+    run_ranks(1, added_to_what_a_user_put_there, form)
+
+
 def frozen_later(form: str) -> None:
     inner = twins(Layer)[1]
     if form == "before":

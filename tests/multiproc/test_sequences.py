@@ -460,8 +460,11 @@ def wrong_calls() -> None:
         bmt.shard_sequence({"input_ids": ids}, method="tokens")
     with pytest.raises(ValueError, match="batch: expected 'input_ids'"):
         bmt.shard_sequence({"labels": ids})
-    with pytest.raises(ValueError, match="attention_mask: expected padding at the ends"):
-        bmt.shard_sequence({"input_ids": ids, "attention_mask": torch.tensor([[1, 0] * 8] * 2)})
+    for mask in ([1, 0] * 8, [1, 0] + [1] * 14, [1] * 14 + [0, 1]):
+        with pytest.raises(ValueError, match="attention_mask: expected padding at the ends"):
+            bmt.shard_sequence({"input_ids": ids, "attention_mask": torch.tensor([mask] * 2)})
+    for mask in ([0] + [1] * 15, [1] * 15 + [0], [0] + [1] * 14 + [0]):
+        bmt.shard_sequence({"input_ids": ids, "attention_mask": torch.tensor([mask] * 2)})
     with pytest.raises(ValueError, match="features: expected .* what is not one value for each token"):
         bmt.shard_sequence({"input_ids": ids, "features": torch.zeros(2, 3)})
     bmt.shard_sequence({"input_ids": ids})
