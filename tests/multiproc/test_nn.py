@@ -195,6 +195,19 @@ def test_vocabulary_parallel_embedding_and_projection(world, tp_size):
     run_ranks(world, embedding, init={"tp_size": tp_size})
 
 
+def drawn(kind: str) -> None:
+    layer = getattr(bmt.nn, kind)(256, 64, dtype=torch.float32, init_mean=2.0, init_std=0.25)
+    bmt.init_parameters(layer)
+    table = full_value(layer._parameters["weight"])
+    assert table.mean().item() == pytest.approx(2.0, abs=0.01)  # 5 deviations of a mean of 16,384
+    assert table.std().item() == pytest.approx(0.25, abs=0.01)
+
+
+@pytest.mark.parametrize("kind", ["VPEmbedding", "Projection", "VPProjection"])
+def test_tables_are_drawn_as_asked(kind):
+    run_ranks(2, drawn, kind, init={"tp_size": 2})
+
+
 def projections() -> None:
     tp = context().groups["tp"]
     x = torch.randn(2, 3, 6)

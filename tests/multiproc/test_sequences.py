@@ -33,6 +33,7 @@ def plain_attention(
     documents: torch.Tensor,
     causal: bool,
     window: int | None,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Attention in fp64 by its formula."""
     groups, length = q.shape[1] // k.shape[1], q.shape[2]
@@ -40,7 +41,7 @@ def plain_attention(
     allowed = (documents[:, :, None] == documents[:, None, :])[:, None]
     if causal:
         allowed = allowed & torch.ones(length, length).tril().triu(1 - (window or length)).bool()
-    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    scores = q @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
     return scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v
 
 
@@ -52,6 +53,7 @@ def attend(
     by_torch: bool,
     window: int | None,
     lengths: tuple[int, ...] = (24, 17),
+    scale: float | None = None,
 ) -> float:
     """The largest error of the result and of three gradients, relative to each one's largest value."""
     torch.use_deterministic_algorithms(True)  # empty tensors are NaN: what has not arrived shows
@@ -64,7 +66,7 @@ def attend(
             for n in (queries, heads, heads)
         ]
         documents = torch.stack([torch.arange(length) // step, torch.arange(length) // (step + 2)]) * packed
-        wanted = plain_attention(*whole, documents, causal, window)
+        wanted = plain_attention(*whole, documents, causal, window, scale)
         weights = torch.randn(wanted.shape, dtype=wanted.dtype)
         (wanted * weights).sum().backward()
         bmt.shard_sequence({"input_ids": documents, "documents": documents}, method=method)
@@ -78,7 +80,7 @@ def attend(
         if by_torch:
             got = F.scaled_dot_product_attention(*own, is_causal=causal, enable_gqa=heads != queries)
         else:
-            got = attention(*own, causal=causal, window=window)
+            got = attention(*own, causal=causal, window=window, scale=scale)
         (got * part(weights)).sum().backward()
         real = sequences.own < length
         for have, want in [(got, wanted), *((a.grad, b.grad) for a, b in zip(own, whole, strict=True))]:
@@ -101,10 +103,26 @@ def test_attention_is_that_of_one_process(world: int, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_windows_are_over_the_whole_sequence(method: str) -> None:
-    for window in (2, 4, 9):
-        worst = run_ranks(2, attend, method, 12, True, window == 4, False, window, init={"sp_size": 2})
-        assert max(worst) <= 1e-6, window
+@pytest.mark.parametrize("world", [1, 2])
+def test_windows_are_over_the_whole_sequence(world: int, method: str) -> None:
+    for window, scale in ((2, None), (4, 0.1), (9, 0.7)):
+        arguments = (method, 12, True, window == 4, False, window, (24, 17), scale)
+        assert max(run_ranks(world, attend, *arguments, init={"sp_size": world})) <= 1e-6, window
+
+
+def attend_undivided() -> None:
+    bmt.nn.sequence.whole_sequences()
+    q, k, v = torch.randn(3, 2, 4, 12, 8, dtype=torch.float64)
+    for causal, window, scale in ((True, 4, 0.3), (True, 12, None), (True, 30, 2.0), (False, None, 0.3)):
+        wanted = plain_attention(q, k[:, :2], v[:, :2], torch.zeros(2, 12), causal, window, scale)
+        got = attention(q, k[:, :2], v[:, :2], causal=causal, window=window, scale=scale)
+        torch.testing.assert_close(got, wanted)
+    with pytest.raises(ValueError, match="window: expected causal=True"):
+        attention(q, k, v, causal=False, window=4)
+
+
+def test_attention_to_tokens_that_are_all_here() -> None:
+    run_ranks(1, attend_undivided)
 
 
 def test_a_ring_computes_tiles_of_long_pieces() -> None:
