@@ -32,6 +32,11 @@ def place_of(tensor: torch.Tensor) -> Hashable:
     return storage, layout, tensor.is_conj(), tensor.is_neg()
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """The number of writes to a tensor; 0 for one made in inference mode, which has no counter."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def storage_references(tensor: torch.Tensor) -> int:
     """The number of references to the storage of a tensor, this function's own among them: to be compared."""
     storage = tensor.untyped_storage()  # a Python object counts too; so there always is one

@@ -11,6 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .._base.stand_in import StandIn
+from .._base.tensors import version_of
 from .._C import ReduceOp
 from .._shards.penalties import expected
 from .._shards.sharding import slot_length
@@ -39,11 +40,7 @@ class _Known(NamedTuple):
 
 def _versions(param: DistributedParameter, full: torch.Tensor) -> tuple[int, int, int, bool]:
     written = 0 if param._data_version is None else param._data_version.value
-    return _version(param), written, _version(full), param.requires_grad
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # tensors made in inference mode have none
+    return version_of(param), written, version_of(full), param.requires_grad
 
 
 class Results:

@@ -17,6 +17,7 @@ import torch
 
 from .._base.deprecate import warn_once
 from .._base.generators import host_state, is_same_host_state, set_host_state
+from .._base.tensors import version_of
 from .._base.tree import with_items
 from .helper_state import SMALL_BYTES, Holder, contents_of, put_contents
 
@@ -28,6 +29,10 @@ _ABSENT: Any = object()
 _Changed = Iterable[tuple[torch.nn.Module, dict[str, Any]]]
 #: The __dict__ of a module, the name of an attribute, and whether forwards replace its value.
 _Place = tuple[dict[str, Any], str, bool]
+
+
+#: Dicts of hooks, of modules and of all modules, and what is in them.
+Hooks = list[tuple[dict[int, Any], dict[int, Any]]]
 
 
 class Buffer(NamedTuple):
@@ -154,11 +159,24 @@ def _is_resized(buffer: Buffer) -> bool:
     return now is not None and buffer.tensor is not None and now.shape != buffer.tensor.shape
 
 
+def may_be_updated(buffer: Buffer) -> bool:
+    """Whether a forward has replaced a buffer, or may have written to it."""
+    tensor, old = buffer.tensor, buffer.old
+    if buffer.owner._buffers.get(buffer.name) is not tensor:
+        return True
+    if tensor is None or old is None or version_of(tensor) != buffer.version:
+        return tensor is not None and version_of(tensor) != buffer.version
+    if tensor.nbytes <= SMALL_BYTES and old.stride() == tensor.stride():
+        return True
+    # A copy with other strides (of an expanded tensor) could make a kernel round differently.
+    return not torch.equal(old, tensor)
+
+
 def old_value(buffer: Buffer, label: str) -> torch.Tensor | None:
     """Returns the value that a buffer had at the start of a forward, in a new tensor."""
     if buffer.tensor is None:
         return None
-    if buffer.old is None and buffer.tensor._version == buffer.version:
+    if buffer.old is None and version_of(buffer.tensor) == buffer.version:
         return buffer.tensor.clone()  # replaced, not written to
     if buffer.old is None:
         raise RuntimeError(
@@ -175,6 +193,23 @@ def exchanged_error(label: str) -> RuntimeError:
         f"{label}: its modules or parameters were exchanged between forward and backward (as functional_call() does), "
         "so its forward cannot be run again; exchange them after the backward, or give it use_checkpoint=False"
     )
+
+
+@contextmanager
+def hooked_as(before: Hooks, now: Hooks) -> Iterator[None]:
+    """Context manager with the hooks of the first run, which registered and removed ones since then are not."""
+    try:
+        _exchange_hooks(now, before)
+        yield
+    finally:
+        _exchange_hooks(before, now)
+
+
+def _exchange_hooks(old: Hooks, new: Hooks) -> None:
+    for hooks, _ in old:
+        hooks.clear()
+    for hooks, kept in new:
+        hooks.update(kept)
 
 
 def _differing(changed: _Changed) -> Iterator[tuple[torch.nn.Module, str, Any, Any]]:

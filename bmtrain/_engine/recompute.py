@@ -98,7 +98,7 @@ class Replay(Part):
         """
         args, kwargs = snapshot(self._arguments) if call.has_state else self._arguments
         args, kwargs = replace_arguments(args, kwargs, lambda tensor: fresh.get(id(tensor), tensor))
-        stops = not call.modules.has_forward_hooks()
+        stops = not self._before.hooks
         with (
             self._modes.restored(),
             self._before.restored(call.block.label),

@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import Context, ContextVar, copy_context
-from operator import attrgetter, is_
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from .._base.tensors import version_of
 from .block_state import BlockState
 from .helper_state import SMALL_BYTES, HelperState, Holder, helpers_of, reached_from
-from .plain_state import Buffer, PlainState, exchanged_error, old_value
+from .plain_state import Buffer, Hooks, PlainState, exchanged_error, hooked_as, may_be_updated, old_value
 
 _FORWARD_HOOKS, _PARAMETERS = attrgetter("_forward_hooks"), attrgetter("_parameters")
+_HOOKS = itemgetter(*(name for name in vars(torch.nn.Module()) if name[:5] in ("_forw", "_back")))
+_HOOKS_OF_ALL = [
+    hooks
+    for name, hooks in vars(torch.nn.modules.module).items()
+    if name.startswith(("_global_forward", "_global_backward"))
+]
 
 
 class ModuleState:
@@ -49,13 +57,6 @@ class ModuleState:
             self._children = [child for module in self._modules for child in module._modules.values()]
         return self._modules
 
-    def has_forward_hooks(self) -> bool:
-        """Whether an inner module has forward hooks."""
-        hooks = torch.nn.modules.module
-        return bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks) or any(
-            module._forward_hooks or module._forward_pre_hooks for module in self.walk()
-        )
-
     def has_own_forward_hooks(self) -> bool:
         """Whether one of the modules has a forward hook that receives its result."""
         return any(map(_FORWARD_HOOKS, self.walk()))  # a generator costs as much again, for each module
@@ -78,7 +79,7 @@ class ModuleState:
                 is_written = self._large is None or (id(owner), name) in self._large
                 if (is_written or tensor.nbytes <= SMALL_BYTES) and id(tensor) not in copies:
                     copies[id(tensor)] = tensor.clone()
-                buffers.append(Buffer(owner, name, tensor, tensor._version, copies.get(id(tensor))))
+                buffers.append(Buffer(owner, name, tensor, version_of(tensor), copies.get(id(tensor))))
         size = sum(map(len, map(vars, modules)))
         if size != self._num_attributes:
             self._num_attributes, self._helpers = size, helpers_of(modules)
@@ -108,6 +109,7 @@ class ModuleSnapshot:
         self._state, self._buffers, self._plain, self._held = state, buffers, plain, held
         self._in_place = None if plain.is_unused and not held else plain.before_forward(modules, held)
         self._attributes = [(module, vars(module).copy()) for module in modules]
+        self.hooks = _hooks_of(modules)
         self._parameters = list(map(dict.copy, map(_PARAMETERS, modules)))
 
     def _changed(self) -> list[tuple[torch.nn.Module, dict[str, Any]]]:
@@ -123,7 +125,7 @@ class ModuleSnapshot:
         self._modules = self._state.walk()
         if changed := self._changed():
             self._plain.note_counters(changed, self._buffers)
-        self._buffers = [buffer for buffer in self._buffers if _may_be_updated(buffer)]
+        self._buffers = [buffer for buffer in self._buffers if may_be_updated(buffer)]
         self._state.learn(self._buffers)
         if self._in_place is not None:
             self._in_place.after_forward()
@@ -136,7 +138,7 @@ class ModuleSnapshot:
         for (module, _), old in zip(self._attributes, self._parameters, strict=True):
             if not all(map(is_, map(module._parameters.get, old), old.values())):
                 raise exchanged_error(label)
-        changed, held = self._changed(), self._held
+        changed, held, hooks = self._changed(), self._held, _hooks_of(self._modules)
         distinct = {id(noted.tensor): noted for noted in self._buffers} if self._buffers else {}
         values = {key: old_value(noted, label) for key, noted in distinct.items()} if distinct else {}
         current = [(noted.owner, noted.name, noted.owner._buffers.get(noted.name)) for noted in self._buffers]
@@ -146,6 +148,7 @@ class ModuleSnapshot:
             with (
                 self._plain.as_before(self._changed, held, label) if changed or held else nullcontext(),
                 nullcontext() if self._in_place is None else self._in_place.restored(),
+                nullcontext() if hooks == self.hooks else hooked_as(self.hooks, hooks),
             ):
                 yield
         finally:
@@ -155,15 +158,9 @@ class ModuleSnapshot:
                 owner._buffers[name] = buffer
 
 
-def _may_be_updated(buffer: Buffer) -> bool:
-    if buffer.owner._buffers.get(buffer.name) is not buffer.tensor:
-        return True
-    if buffer.tensor is None or buffer.tensor._version != buffer.version or buffer.old is None:
-        return buffer.tensor is not None and buffer.tensor._version != buffer.version
-    if buffer.tensor.nbytes <= SMALL_BYTES and buffer.old.stride() == buffer.tensor.stride():
-        return True
-    # A copy with other strides (of an expanded tensor) could make a kernel round differently.
-    return not torch.equal(buffer.old, buffer.tensor)
+def _hooks_of(modules: list[torch.nn.Module]) -> Hooks:
+    own = chain.from_iterable(map(_HOOKS, map(vars, modules)))
+    return [(hooks, hooks.copy()) for hooks in filter(None, chain(own, _HOOKS_OF_ALL))]
 
 
 @contextmanager

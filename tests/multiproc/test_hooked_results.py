@@ -13,6 +13,7 @@ import pytest
 import torch
 from harness import run_ranks
 from harness.twins import check_gradients, twins
+from torch.utils.hooks import RemovableHandle
 
 import bmtrain as bmt
 
@@ -109,6 +110,61 @@ def nothing_stays(**options: Any) -> None:
 @pytest.mark.parametrize("use_checkpoint", (True, False))
 def test_a_forward_without_backward_keeps_nothing(use_checkpoint: bool) -> None:
     run_ranks(1, nothing_stays, use_checkpoint=use_checkpoint)
+
+
+def add_forward(module: torch.nn.Module) -> RemovableHandle:
+    return module.register_forward_hook(lambda _module, _args, output: output * 1.5)
+
+
+def add_forward_pre(module: torch.nn.Module) -> RemovableHandle:
+    return module.register_forward_pre_hook(
+        lambda _module, args, kwargs: ((args[0] * 1.5,), kwargs), with_kwargs=True
+    )
+
+
+def add_backward(module: torch.nn.Module) -> RemovableHandle:
+    return module.register_full_backward_hook(lambda _module, inputs, _outputs: (inputs[0] * 1.5,))
+
+
+def add_backward_pre(module: torch.nn.Module) -> RemovableHandle:
+    return module.register_full_backward_pre_hook(lambda _module, outputs: (outputs[0] * 1.5,))
+
+
+def add_to_all(_module: torch.nn.Module) -> RemovableHandle:
+    def hook(module: torch.nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor | None:
+        return output * 1.5 if type(module).__name__.endswith("Dropout") else None
+
+    return torch.nn.modules.module.register_module_forward_hook(hook)
+
+
+def hooked_in_part(add: Callable[[torch.nn.Module], RemovableHandle], **options: Any) -> None:
+    plain, layer = twins(lambda: torch.nn.Sequential(Layer(), Layer()))
+    model = torch.nn.Sequential(bmt.Block(layer, **options))
+    x = torch.randn(2, 4)
+    for passes in ("forward", "backward"):
+        given = []
+        for layers in (plain, model):
+            layers.zero_grad()
+            given.append(x.clone().requires_grad_())
+            torch.manual_seed(3)
+            dropout = next(module for module in layers.modules() if isinstance(module, torch.nn.Dropout))
+            handle = add(dropout) if passes == "forward" else None
+            result = layers(given[-1])
+            if handle is not None:
+                handle.remove()
+            else:
+                handle = add(dropout)
+            result.square().sum().backward()
+            handle.remove()
+        torch.testing.assert_close(given[1].grad, given[0].grad)
+        check_gradients(plain, model, none_is_zero=True)
+        assert not dropout._forward_hooks and not torch.nn.modules.module._global_forward_hooks
+
+
+@pytest.mark.parametrize("options", RECOMPUTES.values(), ids=RECOMPUTES)
+@pytest.mark.parametrize("add", (add_forward, add_forward_pre, add_backward, add_backward_pre, add_to_all))
+def test_a_second_run_has_the_hooks_of_the_first(add: Callable, options: dict[str, Any]) -> None:
+    run_ranks(1, hooked_in_part, add, **options)
 
 
 class Several(torch.nn.Module):

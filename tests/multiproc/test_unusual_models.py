@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from harness import run_ranks
+from harness.twins import check_gradients, twins
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.utils import parametrize, prune
@@ -83,6 +84,37 @@ def check_built_in_inference_mode() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert losses[1] < losses[0]
+
+
+class ComputesBias(nn.Module):
+    """A layer that keeps the bias it computed last, in a small buffer and in a large one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("bias", torch.zeros(6), persistent=False)
+        self.register_buffer("table", torch.zeros(20_000, 6), persistent=False)
+
+    def forward(self, x):
+        y = self.linear(x) + self.bias + self.table[: len(x)]
+        if not self.training:
+            self.bias, self.table = x.mean(0), x.mean() * torch.ones(20_000, 6)
+        return y
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_buffers_made_in_inference_mode_are_used_in_training(world):
+    run_ranks(world, check_buffers_made_in_inference_mode)
+
+
+def check_buffers_made_in_inference_mode() -> None:
+    plain, layer = twins(ComputesBias)
+    for part in (plain, block := bmt.Block(layer)):
+        with torch.inference_mode():
+            part.eval()(torch.arange(12.0).view(2, 6))
+        part.train()
+        part(torch.ones(2, 6)).square().sum().mul(1 if part is block else bmt.world_size()).backward()
+    check_gradients(plain, layer)
 
 
 class Threaded(nn.Module):
