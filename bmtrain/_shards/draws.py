@@ -64,8 +64,8 @@ def _refuse_shard(tensor: Any, operation: str) -> None:
     if tensor.dim() < len(param._original_shape):
         raise RuntimeError(
             f"{operation} of a parameter: expected a matrix of shape {tuple(param._original_shape)}, got this rank's "
-            f"shard of {tensor.numel()} elements, flat; compute in `with bmtrain.whole(module, write=True):`, or in "
-            "the forward of its Block"
+            f"shard of {tensor.numel()} elements, flat; compute with the parameter's gather(), in the forward of its "
+            "Block or, without gradients, in `with bmtrain.whole(module, write=True):`"
         )
 
 

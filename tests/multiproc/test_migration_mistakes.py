@@ -163,11 +163,13 @@ def multiplied_outside() -> None:
     ]
     for operation in operations:
         for shard in (weight, weight.data)[: bmt.world_size()]:
-            with pytest.raises(RuntimeError, match=r"matrix of shape \(4, 4\), got this rank's shard"):
+            with pytest.raises(RuntimeError, match=r"matrix of shape \(4, 4\), .* gather\(\)"):
                 operation(shard)
         assert block.bias.t() is not None  # is flat as a whole
         with bmt.whole(block):
             assert operation(weight).shape[-1] == 4
+    (x @ weight.gather()).sum().backward()  # the remedy that the error names first
+    assert torch.equal(weight.gather_grad(), 2.0 * bmt.world_size() * torch.ones(4, 4))
 
 
 def test_a_shard_is_not_transposed_or_multiplied_as_a_vector() -> None:
