@@ -165,29 +165,9 @@ def _finish_all() -> None:
 
 
 #: Attributes and methods that tell nothing about values, which an update leaves as they are.
-_LOOKS = {
-    "shape",
-    "dtype",
-    "device",
-    "layout",
-    "is_meta",
-    "is_cpu",
-    "is_cuda",
-    "is_leaf",
-    "is_sparse",
-    "requires_grad",
-}
-_LOOKS |= {
-    "size",
-    "numel",
-    "dim",
-    "ndim",
-    "stride",
-    "itemsize",
-    "element_size",
-    "is_contiguous",
-    "is_floating_point",
-}
+_SIZES = ("shape", "size", "numel", "dim", "ndim", "stride", "itemsize", "element_size", "is_contiguous")
+_KINDS = ("dtype", "device", "layout", "is_meta", "is_cpu", "is_cuda", "is_sparse", "is_floating_point")
+_LOOKS = {*_SIZES, *_KINDS, "is_leaf", "requires_grad"}
 
 
 def _name_of(func: Any) -> str:

@@ -19,7 +19,7 @@ from .messages import broadcast_bytes, gather_bytes
 
 T = TypeVar("T")
 
-_PULSE = 5.0  # seconds between two signs of life while rank 0 works
+_PULSE = 5.0  # seconds between two signs of life while a rank works
 
 
 def broadcast_json(value: T, root: int = 0, label: str = "", comm: Communicator | None = None) -> T:
@@ -89,21 +89,10 @@ def on_rank_0(function: Callable[[], T], label: str = "") -> T | None:
 
     Returns its result on rank 0, None elsewhere; all ranks raise its error.
     """
-    current = context()
-    comm = current.world.comm
-    if comm.size == 1:
-        return function()
-    job = Aside(function, "bmtrain-job") if comm.rank == 0 else None
-    pulse = min(_PULSE, current.timeout / 4)
-    running = torch.ones(1, dtype=torch.uint8, device=wire_device(comm))
-    while running.item():
-        if job is not None:
-            running.fill_(not job.wait(pulse))
-        comm.broadcast(running, 0, label).wait()  # a sign of life: no wait is longer than the group's timeout
-    with failing_together(label):
-        if job is not None:
-            job.result()
-    return None if job is None else job.result()
+    return on_all_ranks(function if context().world.comm.rank == 0 else _nothing, label)
+
+
+def _nothing() -> None: ...
 
 
 def on_all_ranks(function: Callable[[], T], label: str = "") -> T:
@@ -118,7 +107,7 @@ def on_all_ranks(function: Callable[[], T], label: str = "") -> T:
     job = Aside(function, "bmtrain-job")
     pulse = min(_PULSE, current.timeout / 4)
     while any(largest([not job.wait(pulse)], label, comm)):
-        pass
+        pass  # a sign of life: no wait is longer than the group's timeout
     with failing_together(label):
         job.result()
     return job.result()

@@ -19,7 +19,7 @@ from ..errors import UnevenSplitError
 from .comm import reduce_op, wire_device
 from .context import context
 from .messages import DTYPES, MAX_DIMS, header_of, read_header
-from .operands import check_root, fresh_copy, resolve_comm
+from .operands import check_root, fresh_copy, require_linear, resolve_comm
 
 
 @opaque
@@ -288,9 +288,6 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.op not in ("sum", "avg"):
-            raise NotImplementedError(
-                f"reduce_scatter: backward of op {ctx.op!r} is not defined, only of sum and avg"
-            )
+        require_linear("reduce_scatter", ctx.op)
         whole = _gathered(grad, ctx.comm).flatten(0, 1)
         return (whole / ctx.comm.size if ctx.op == "avg" else whole), None, None

@@ -45,6 +45,12 @@ def check_root(root: int, comm: Communicator) -> None:
         raise ValueError(f"root: expected a rank of the group, 0 to {comm.size - 1}, got {root}")
 
 
+def require_linear(name: str, op: str) -> None:
+    """Raises NotImplementedError for the backward of a reduction ``op`` other than sum and average."""
+    if op not in ("sum", "avg"):
+        raise NotImplementedError(f"{name}: backward of op {op!r} is not defined, only of sum and avg")
+
+
 def fresh_copy(x: Tensor) -> Tensor:
     """A fresh contiguous copy, whatever the strides of ``x``."""
     return x.detach().clone(memory_format=torch.contiguous_format)

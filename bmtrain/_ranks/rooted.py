@@ -18,7 +18,7 @@ from ..errors import UnevenSplitError
 from .collectives import recv_activations, send_activations
 from .comm import reduce_op
 from .context import context
-from .operands import check_root, fresh_copy, resolve_comm
+from .operands import check_root, fresh_copy, require_linear, resolve_comm
 
 
 @opaque
@@ -242,10 +242,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.op not in ("sum", "avg"):
-            raise NotImplementedError(
-                f"reduce: backward of op {ctx.op!r} is not defined, only of sum and avg"
-            )
+        require_linear("reduce", ctx.op)
         whole = fresh_copy(grad) if ctx.comm.rank == ctx.root else grad.new_empty(ctx.shape)
         ctx.comm.broadcast(whole, ctx.root, "reduce backward").wait()
         return (whole / ctx.comm.size if ctx.op == "avg" else whole), None, None, None

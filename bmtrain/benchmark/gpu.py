@@ -73,8 +73,8 @@ def run(arguments: argparse.Namespace) -> None:
             arguments.rows, arguments.vocab, copy, arguments.repeat
         ),
         "step": lambda: measure_step(arguments),
-        "policies": lambda: _measure_policies(arguments),
-        "tiers": lambda: _measure_tiers(arguments),
+        "policies": lambda: _measure_training(measure_policies, arguments),
+        "tiers": lambda: _measure_training(measure_tiers, arguments),
         "offload": lambda: _measure_offload(arguments),
     }
     tables = {"policies": print_policies, "offload": print_offload}
@@ -276,18 +276,13 @@ def measure_step(arguments: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def _measure_policies(arguments: argparse.Namespace) -> dict[str, Any]:
+def _measure_training(
+    measure: Callable[..., dict[str, Any]], arguments: argparse.Namespace
+) -> dict[str, Any]:
     if not is_initialized():
         init_distributed(seed=0)
     repeat = max(3, arguments.repeat // 4)
-    return measure_policies(arguments, _VOCAB, partial(seconds_of, repeat=repeat))
-
-
-def _measure_tiers(arguments: argparse.Namespace) -> dict[str, Any]:
-    if not is_initialized():
-        init_distributed(seed=0)
-    repeat = max(3, arguments.repeat // 4)
-    return measure_tiers(arguments, _VOCAB, partial(seconds_of, repeat=repeat))
+    return measure(arguments, _VOCAB, partial(seconds_of, repeat=repeat))
 
 
 def _measure_offload(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from .warmup import WarmupLRScheduler
+from .warmup import LinearWarmup
 
 __all__ = ["Cosine"]
 
 
-class Cosine(WarmupLRScheduler):
+class Cosine(LinearWarmup):
     """Linear warm-up to ``start_lr`` at ``warmup_iter``, then half a cosine wave down to 0 at ``end_iter``.
 
     The wave continues after ``end_iter`` (the rate rises again), so training is meant to stop there. Without
@@ -26,9 +26,6 @@ class Cosine(WarmupLRScheduler):
     """
 
     _needs_end_iter = True
-
-    def get_lr_warmup(self, num_iter: int) -> float:
-        return self.start_lr * num_iter / self.warmup_iter
 
     def get_lr_decay(self, num_iter: int) -> float:
         angle = math.pi * (num_iter - self.warmup_iter) / max(1, self.end_iter - self.warmup_iter)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from .._base.arguments import require_between, require_keys
-from .warmup import WarmupLRScheduler
+from .warmup import LinearWarmup
 
 __all__ = ["Exponential"]
 
 
-class Exponential(WarmupLRScheduler):
+class Exponential(LinearWarmup):
     """Linear warm-up to ``start_lr`` at ``warmup_iter``, then a factor ``gamma`` for each iteration.
 
     Args:
@@ -38,9 +38,6 @@ class Exponential(WarmupLRScheduler):
         require_between("gamma", gamma, 0)
         self.gamma = gamma  # before the base, which computes the first rate
         super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)
-
-    def get_lr_warmup(self, num_iter: int) -> float:
-        return self.start_lr * num_iter / self.warmup_iter
 
     def get_lr_decay(self, num_iter: int) -> float:
         return max(0.0, self.start_lr * float(self.gamma) ** (num_iter - self.warmup_iter))

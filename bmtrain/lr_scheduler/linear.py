@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .warmup import WarmupLRScheduler
+from .warmup import LinearWarmup
 
 __all__ = ["Linear"]
 
 
-class Linear(WarmupLRScheduler):
+class Linear(LinearWarmup):
     """Linear warm-up to ``start_lr`` at ``warmup_iter``, then linear decay to 0 at ``end_iter``.
 
     Args and errors: as :class:`WarmupLRScheduler`.
@@ -21,9 +21,6 @@ class Linear(WarmupLRScheduler):
     """
 
     _needs_end_iter = True
-
-    def get_lr_warmup(self, num_iter: int) -> float:
-        return self.start_lr * num_iter / self.warmup_iter
 
     def get_lr_decay(self, num_iter: int) -> float:
         decay: float = self.start_lr * (self.end_iter - num_iter) / max(1, self.end_iter - self.warmup_iter)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .warmup import WarmupLRScheduler
+from .warmup import LinearWarmup
 
 __all__ = ["NoDecay"]
 
 
-class NoDecay(WarmupLRScheduler):
+class NoDecay(LinearWarmup):
     """Linear warm-up to ``start_lr`` at ``warmup_iter``, then ``start_lr``; ``end_iter`` may be None or -1.
 
     Args and errors: as :class:`WarmupLRScheduler`.
@@ -19,9 +19,6 @@ class NoDecay(WarmupLRScheduler):
         >>> [scheduler.step(n) or scheduler.current_lr for n in (0, 2, 4, 100)]
         [0.0, 0.5, 1.0, 1.0]
     """
-
-    def get_lr_warmup(self, num_iter: int) -> float:
-        return self.start_lr * num_iter / self.warmup_iter
 
     def get_lr_decay(self, num_iter: int) -> float:
         return self.start_lr

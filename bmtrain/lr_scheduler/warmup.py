@@ -136,6 +136,13 @@ class WarmupLRScheduler:
         self.step(state_dict["num_iter"])
 
 
+class LinearWarmup(WarmupLRScheduler):
+    """Base of schedules whose rate rises from 0 to ``start_lr`` in equal steps."""
+
+    def get_lr_warmup(self, num_iter: int) -> float:
+        return self.start_lr * num_iter / self.warmup_iter
+
+
 def __getattr__(name: str) -> Any:
     if name == "WarmupLRSchduler":  # spelling of 0.1.1
         warn_once(

@@ -82,14 +82,8 @@ def tp_parameter(
     shape: tuple[int, ...], split_dim: int, dtype: Any, init: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Returns a tensor-parallel parameter of which this rank's slice has ``shape``."""
-    return _uninitialised(
-        DistributedParameter(
-            _empty(shape, dtype),
-            init_method=ParameterInitializer(init, *args, **kwargs),
-            tp_mode=True,
-            tp_split_dim=split_dim,
-        )
-    )
+    initializer = ParameterInitializer(init, *args, **kwargs)
+    return _uninitialised(shape, dtype, initializer, tp_mode=True, tp_split_dim=split_dim)
 
 
 def expert_parameter(shape: tuple[int, ...], dtype: Any, init: Any) -> Any:
@@ -100,16 +94,16 @@ def expert_parameter(shape: tuple[int, ...], dtype: Any, init: Any) -> Any:
             init(expert)
 
     own = (shape[0] // context().groups["ep"].size, *shape[1:])
-    return _uninitialised(DistributedParameter(_empty(own, dtype), init_method=each, ep_mode=True))
+    return _uninitialised(own, dtype, each, ep_mode=True)
 
 
 def parameter(shape: tuple[int, ...], dtype: Any, init: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns a parameter of ``shape``, without values until ``init_parameters`` calls ``init``."""
-    initializer = ParameterInitializer(init, *args, **kwargs)
-    return _uninitialised(DistributedParameter(_empty(shape, dtype), init_method=initializer))
+    return _uninitialised(shape, dtype, ParameterInitializer(init, *args, **kwargs))
 
 
-def _uninitialised(param: DistributedParameter) -> DistributedParameter:
+def _uninitialised(shape: tuple[int, ...], dtype: Any, init: Any, **division: Any) -> DistributedParameter:
+    param = DistributedParameter(_empty(shape, dtype), init_method=init, **division)
     if not param.is_meta:
         current_engine(context()).reads.uninitialised.add(param)
     return param

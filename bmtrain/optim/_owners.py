@@ -27,21 +27,13 @@ from .._C import Work
 from .._engine.engine import current_engine
 from .._shards.sharding import ShardSpec
 from ..global_var import context
-from ..parameter import DistributedParameter
+from ..parameter import DistributedParameter, whole_shape
 
 
 def is_here(param: Tensor) -> bool:
     """Whether this rank shares the parameter; in a pipeline another stage may hold it."""
     is_here: bool = getattr(getattr(param, "_spec", None), "is_here", True)
     return is_here
-
-
-def whole_shape(param: Tensor) -> torch.Size:
-    """Returns the shape of a parameter on one process: neither sharded nor split over tensor-parallel ranks."""
-    if not isinstance(param, DistributedParameter):
-        return param.shape
-    shape: torch.Size = param._tp_original_shape if param._tp_split_dim >= 0 else param.full_shape
-    return shape
 
 
 class Team:

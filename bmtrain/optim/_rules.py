@@ -15,8 +15,7 @@ from torch import Tensor
 
 from .._base.deprecate import warn_once
 from ..global_var import rank
-from ..parameter import DistributedParameter
-from ._owners import whole_shape
+from ..parameter import DistributedParameter, whole_shape
 
 #: Kinds of groups: by Muon, or by AdamW.
 RULES = ("muon", "adam")

@@ -77,12 +77,4 @@ class AdamOptimizer(ShardedOptimizer):
             "AdamOptimizer records no deltas: use AdamOffloadOptimizer(record_delta=True)"
         )
 
-    def get_var_delta(self) -> float:
-        """Not recorded here.
-
-        Raises:
-            NotImplementedError: always; `AdamOffloadOptimizer` records it.
-        """
-        raise NotImplementedError(
-            "AdamOptimizer records no deltas: use AdamOffloadOptimizer(record_delta=True)"
-        )
+    get_var_delta = get_avg_delta

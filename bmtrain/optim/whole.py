@@ -17,10 +17,11 @@ from .._ranks import context
 from .._ranks.agree import failing_together, largest
 from .._ranks.context import require_intact
 from .._ranks.objects import allgather_objects
+from ..parameter import whole_shape
 from ._arrays import MASTER, layout_of, numbered_parameters, take_changed_value
 from ._grad_stats import forget_unsent, parameters_of
 from ._options import check_group
-from ._owners import Team, Transfer, is_here, owners_of, whole_shape
+from ._owners import Team, Transfer, is_here, owners_of
 from ._untraced import UntracedOptimizer
 
 __all__ = ["WholeOptimizer", "whole_matrix"]

@@ -86,12 +86,7 @@ std::shared_ptr<NcclLink> NcclLink::split(int color, int key, Options options) {
 
 NcclLink::~NcclLink() {
   close();
-  std::shared_future<void> ended;
-  {
-    const Lock lock(reason_mutex_);
-    ended = ended_;
-  }
-  if (ended.wait_for(kTakedownLimit) != std::future_status::ready) {
+  if (ending().wait_for(kTakedownLimit) != std::future_status::ready) {
     return;  // NCCL may still use the tensors: they stay with the thread that ends it
   }
   // Dropped here, not by that thread: a tensor that Python knows needs the interpreter's lock, and whoever
@@ -118,6 +113,11 @@ std::string NcclLink::describe(const NcclOperation& operation) const {
 std::string NcclLink::reason() const {
   const Lock lock(reason_mutex_);
   return reason_;
+}
+
+std::shared_future<void> NcclLink::ending() const {
+  const Lock lock(reason_mutex_);
+  return ended_;
 }
 
 void NcclLink::check_usable(const char* op) const {
@@ -292,11 +292,7 @@ bool NcclLink::wait_idle(double limit) {
     }
     pause();
   }
-  std::shared_future<void> ended;
-  {
-    const Lock lock(reason_mutex_);
-    ended = ended_;
-  }
+  const std::shared_future<void> ended = ending();
   return ended.valid() && ended.wait_until(deadline) == std::future_status::ready;
 }
 

@@ -121,6 +121,7 @@ class NcclLink final : public NcclMember {
   [[nodiscard]] std::string describe(const NcclOperation& operation) const;
   [[nodiscard]] bool has_ended() const { return closed_ || aborted_; }
   [[nodiscard]] std::string reason() const;
+  [[nodiscard]] std::shared_future<void> ending() const;
   [[noreturn]] void fail(const std::string& message);
   void check(nccl::Result result, const std::string& what);
   void settle(const std::string& what, nccl::Comm& comm);
