@@ -111,7 +111,8 @@ def _within_documents(
     if documents is None or not here or (documents == documents[:, :1]).all():
         return mask, is_causal
     documents = documents.to(query.device)
-    same = (documents[:, :, None] == documents[:, None]).unsqueeze(1 if query.dim() == 4 else 0)
+    same = documents[:, :, None] == documents[:, None]
+    same = same.unsqueeze(1) if query.dim() == 4 else same
     same = same.tril() if is_causal else same
     if mask is not None:
         same = mask & same if mask.dtype == torch.bool else torch.where(same, mask, -torch.inf)

@@ -104,7 +104,16 @@ def added_to_what_a_user_put_there(form: str) -> None:
         for module in (plain, model):
             module(x).square().sum().backward()
         check_gradients(plain, model)
+    for module in (plain, model):
+        module.zero_grad(set_to_none=True)
+        module(x).square().sum().backward()
+        *_, norm, bias = (p for p in module.parameters() if p.numel() == 6)
+        norm.grad, bias.grad = bias.grad, norm.grad
+        module(x).square().sum().backward()
+    check_gradients(plain, model)
     for module in (plain, model):  # all elements in one place, at the start of the parameter's own
+        module.zero_grad(set_to_none=True)
+        module(x).square().sum().backward()
         for p in module.parameters():
             p.grad = p.grad.view(-1)[:1].expand(p.grad.numel()).view_as(p.grad)
         with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers"):

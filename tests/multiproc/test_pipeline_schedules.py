@@ -165,6 +165,30 @@ def test_gradients_have_the_bits_of_the_true_seed():
     run_ranks(2, seeded_twice, init={"pipe_size": 2, "num_micro_batches": 4})
 
 
+def passes_of_steps() -> list[float]:
+    """How often each step runs the layers of this stage, without recomputation: again for another seed than expected."""
+    model = Model(4, policy=bmt.BlockPolicy(level=2, recompute="off"))
+    bmt.init_parameters(model)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    calls: list[int] = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *_: calls.append(1))
+    found = []
+    for factor in (1.0, 1.0, 3.0, 3.0):
+        calls.clear()
+        manager.zero_grad()
+        manager.backward(model(torch.randn(ROWS, DIM), torch.randint(DIM, (ROWS,))) * factor)
+        manager.step()
+        found.append(len(calls) / (2 * 4))
+    return found
+
+
+def test_a_step_runs_the_layers_twice_after_a_change_of_the_seed_only():
+    init = {"pipe_size": 2, "num_micro_batches": 4}
+    assert run_ranks(4, passes_of_steps, init=init) == [[1, 1, 2, 1]] * 4
+
+
 def losses_without_backward() -> None:
     torch.manual_seed(1)
     model = Model(4)
