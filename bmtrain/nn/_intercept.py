@@ -110,9 +110,8 @@ def _within_documents(
     here = documents is not None and {query.shape[-2], key.shape[-2]} == {sequences.length}
     if documents is None or not here or (documents == documents[:, :1]).all():
         return mask, is_causal
-    documents = documents.to(query.device)
-    same = documents[:, :, None] == documents[:, None]
-    same = same.unsqueeze(1) if query.dim() == 4 else same
+    documents = documents.to(query.device).view(len(documents), *(1,) * (query.dim() - 3), -1)
+    same = documents[..., None] == documents[..., None, :]
     same = same.tril() if is_causal else same
     if mask is not None:
         same = mask & same if mask.dtype == torch.bool else torch.where(same, mask, -torch.inf)
