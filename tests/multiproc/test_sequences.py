@@ -139,7 +139,8 @@ def masked() -> None:
     window = torch.ones(12, 12).tril().triu(-3).bool()
     for mask in (window, torch.zeros(12, 12, dtype=q.dtype).masked_fill(~window, -torch.inf)):
         assert torch.allclose(F.scaled_dot_product_attention(q, k, v, mask), wanted)
-        alone = F.scaled_dot_product_attention(q[:, 0], k[:, 0], v[:, 0], mask)  # without a dimension of heads
+        # Without a dimension of heads.
+        alone = F.scaled_dot_product_attention(q[:, 0], k[:, 0], v[:, 0], mask)
         assert torch.allclose(alone, wanted[:, 0])
     seen = F.scaled_dot_product_attention(q, k, torch.eye(12).to(q), dropout_p=0.1, is_causal=True)
     allowed = (documents[0][:, None] == documents[0]).tril()
