@@ -166,7 +166,7 @@ def test_gradients_have_the_bits_of_the_true_seed():
 
 
 def passes_of_steps() -> list[float]:
-    """How often each step runs the layers of this stage, without recomputation: again for another seed than expected."""
+    """How often each step runs the layers of this stage, where nothing is recomputed."""
     model = Model(4, policy=bmt.BlockPolicy(level=2, recompute="off"))
     bmt.init_parameters(model)
     manager = bmt.optim.OptimManager()
