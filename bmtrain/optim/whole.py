@@ -197,7 +197,8 @@ class WholeOptimizer(UntracedOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state: of this rank at the same layout, gathered, or of the class over whole parameters.
+        """Loads a state: of this rank at the same layout, gathered (also from an optimizer over shards), or of the
+        class over whole parameters.
 
         Raises:
             ValueError: groups do not match, or it is of one rank at another layout; nothing changed.
@@ -218,7 +219,8 @@ class WholeOptimizer(UntracedOptimizer):
             entry = dict(state_dict["state"].get(number, ()))
             master = entry.pop(MASTER, None)
             if entry and self.owns(p):
-                mine[number] = copy.deepcopy(entry)  # torch keeps the tensors that it loads
+                entry = copy.deepcopy(entry)  # torch keeps the tensors that it loads
+                mine[number] = {name: _shaped(value, whole_shape(p)) for name, value in entry.items()}
                 if master is not None:
                     masters[p] = master
         self._inner.load_state_dict({"state": mine, "param_groups": state_dict["param_groups"]})
@@ -342,6 +344,12 @@ class _Step:
         target = data_of(self._param)
         target.copy_(self._transfer.part().view(target.shape))
         self._members.mark(self._param)
+
+
+def _shaped(value: Any, shape: torch.Size) -> Any:
+    """Returns a tensor of an optimizer over shards, the elements of a parameter in one dimension, in its shape."""
+    is_flat = isinstance(value, Tensor) and value.dim() == 1 and value.numel() == shape.numel()
+    return value.view(shape) if is_flat else value
 
 
 def _parameter(item: Any) -> Any:

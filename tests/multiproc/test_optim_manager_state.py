@@ -255,6 +255,31 @@ def test_state_of_an_optimizer_of_whole_parameters(world: int, number: int) -> N
     run_ranks(world, continued, number)
 
 
+def continued_over_whole_parameters(kind: Any) -> None:
+    x, models = torch.randn(4, 3), [plain := plain_model(), bmt.BMTrainModelWrapper(copy.deepcopy(plain))]
+    optimizers = [torch.optim.Adam(plain.parameters(), lr=0.01), kind(models[1].parameters(), lr=0.01)]
+
+    def three_steps() -> None:
+        for _ in range(3):
+            for model, optimizer, divisor in zip(models, optimizers, (1, bmt.world_size()), strict=True):
+                optimizer.zero_grad()
+                (model(x).square().sum() / divisor).backward()
+                optimizer.step()
+
+    three_steps()
+    state = make_manager(optimizers[1]).state_dict(gather_opt=True)
+    optimizers[1] = bmt.optim.whole_matrix(torch.optim.Adam, models[1].parameters(), lr=0.5)
+    make_manager(optimizers[1]).load_state_dict(state)
+    three_steps()
+    torch.testing.assert_close(models[1].state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer, torch.optim.Adam))
+def test_gathered_state_of_shards_in_an_optimizer_over_whole_parameters(kind: Any, world: int) -> None:
+    run_ranks(world, continued_over_whole_parameters, kind)
+
+
 def of_another_formula() -> None:
     for kind, options, says in (
         (ADAMW, {}, "got decoupled weight decay; make it with decoupled=True"),
