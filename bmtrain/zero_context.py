@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
-from typing import TypeVar
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
 
 import torch
 
@@ -73,17 +72,11 @@ class ZeroContext:
 
     def __init__(self, block: torch.nn.Module) -> None:
         self.block = block
-        self._held: AbstractContextManager[None] | None = None
+        self._held = ExitStack()
 
     def __enter__(self) -> torch.nn.Module:
-        held = holding_whole(distinct_parameters(self.block), write=True)
-        held.__enter__()
-        self._held = held
+        self._held.enter_context(holding_whole(distinct_parameters(self.block), write=True))
         return self.block
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        held, self._held = self._held, None
-        if held is not None:
-            held.__exit__(kind, error, traceback)
+    def __exit__(self, *error: Any) -> None:
+        self._held.__exit__(*error)

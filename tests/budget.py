@@ -15,22 +15,22 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Storey, from the bottom, or folder -> what belongs to it, and its ceiling. A commit that raises a ceiling gives the
 #: reason in its message.
 PYTHON = {
-    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2616),
+    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2617),
     "watch": ("_watch", 1951),
     "ranks": ("_ranks global_var nccl synchronize utils", 4232),
     "shards": ("_shards parameter", 1884),
-    "engine": ("_engine", 8474),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5658),
+    "engine": ("_engine", 8469),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5640),
     "files": ("_files dcp distributed store weights", 4652),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10062),
     "survive": ("_survive survive", 2098),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_838),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_821),
 }
 CORE = {
     "bindings": (". bindings ops", 1514),
     "common": ("common", 973),
-    "comm": ("comm", 6753),
-    "shard": ("shard", 2719),
+    "comm": ("comm", 6747),
+    "shard": ("shard", 2715),
     "disk": ("disk", 900),
     "optim": ("optim", 1957),
     "cpu": ("cpu", 2501),

@@ -224,14 +224,9 @@ class BlockPolicy:
         return replace(self, **places)
 
     def _check_dtypes(self) -> None:
-        if self.compute_dtype not in (None, *_NARROW):
-            raise ValueError(
-                f"compute_dtype: expected None, torch.float16 or torch.bfloat16, got {self.compute_dtype!r}"
-            )
-        if self.gather_dtype not in (None, *_NARROW):
-            raise ValueError(
-                f"gather_dtype: expected None, torch.float16 or torch.bfloat16, got {self.gather_dtype!r}"
-            )
+        for name, dtype in (("compute_dtype", self.compute_dtype), ("gather_dtype", self.gather_dtype)):
+            if dtype not in (None, *_NARROW):
+                raise ValueError(f"{name}: expected None, torch.float16 or torch.bfloat16, got {dtype!r}")
         if self.gather_dtype is not None and self.compute_dtype not in (None, self.gather_dtype):
             raise ValueError(
                 f"gather_dtype: expected None or the compute_dtype, {self.compute_dtype}, in which parameters travel "

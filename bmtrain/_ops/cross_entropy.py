@@ -11,19 +11,19 @@ _ops = torch.ops.bmtrain
 
 
 class CrossEntropySums(NamedTuple):
-    """Sums of one pass over rows of logits; fp32, one number per row.
+    """Sums of one pass over rows of logits, one number per row; of kernels fp32.
 
     Attributes:
         maximum: largest logit; 0 for a row of -inf if ``divided``.
         exp_sum: sum of ``exp(x - maximum)``; NaN if a logit is NaN or inf.
         target_logit: logit of the target column; without such a column 0 if ``divided``, else NaN.
-        smooth: sum of ``weight * (x - maximum)``; empty unless requested.
+        smooth: sum of ``weight * (x - maximum)``; None unless requested.
     """
 
     maximum: Tensor
     exp_sum: Tensor
     target_logit: Tensor
-    smooth: Tensor
+    smooth: Tensor | None
 
 
 def cross_entropy_sums(
@@ -38,7 +38,8 @@ def cross_entropy_sums(
         smooth: whether to sum for label smoothing.
         divided: the columns are a part of the vocabulary, so that a target may be elsewhere.
     """
-    return CrossEntropySums(*_ops.cross_entropy_sums(logits, target, weight, smooth=smooth, divided=divided))
+    sums = CrossEntropySums(*_ops.cross_entropy_sums(logits, target, weight, smooth=smooth, divided=divided))
+    return sums if smooth else sums._replace(smooth=None)
 
 
 def cross_entropy_gradient_(

@@ -25,6 +25,7 @@ from torch import Tensor
 from .. import _ops
 from .._base.arguments import require_tensor
 from .._base.differentiable_once import differentiable_once
+from .._ops import CrossEntropySums
 
 # Elements of one chunk of rows. CPU: the fp32 temporary of a chunk (1 MiB) stays in a second-level cache;
 # CUDA: enough for a full wave of any card, few enough that the temporaries do not count beside the logits.
@@ -64,16 +65,6 @@ def _accumulation_dtype(logits: Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-@dataclass
-class _RowSums:
-    """Sums of each row over the columns of this rank, in the accumulation dtype."""
-
-    maximum: Tensor
-    exp_sum: Tensor  # sum of exp(x - maximum)
-    target_logit: Tensor  # x[target], 0 where another rank holds that column
-    smooth: Tensor | None  # sum of weight * (x - maximum)
-
-
 def _local_target(target: Tensor, columns: VocabularySlice, width: int) -> tuple[Tensor, Tensor | None]:
     """Returns each row's target column on this rank, and a mask of the rows with one (None: all)."""
     if width == columns.total:
@@ -92,7 +83,7 @@ def _uses_kernels(logits: Tensor) -> bool:
     )
 
 
-def _row_sums(logits: Tensor, target: Tensor, options: CrossEntropyOptions) -> _RowSums:
+def _row_sums(logits: Tensor, target: Tensor, options: CrossEntropyOptions) -> CrossEntropySums:
     if _uses_kernels(logits):
         return _row_sums_by_kernel(logits, target, options)
     dtype = _accumulation_dtype(logits)
@@ -115,19 +106,17 @@ def _row_sums(logits: Tensor, target: Tensor, options: CrossEntropyOptions) -> _
         maximum[rows] = peak.squeeze(1)
     if inside is not None:
         target_logit = torch.where(inside, target_logit, 0.0)
-    return _RowSums(maximum, exp_sum, target_logit, smooth)
+    return CrossEntropySums(maximum, exp_sum, target_logit, smooth)
 
 
-def _row_sums_by_kernel(logits: Tensor, target: Tensor, options: CrossEntropyOptions) -> _RowSums:
-    smooth = options.label_smoothing != 0
-    sums = _ops.cross_entropy_sums(
+def _row_sums_by_kernel(logits: Tensor, target: Tensor, options: CrossEntropyOptions) -> CrossEntropySums:
+    return _ops.cross_entropy_sums(
         logits,
         target - options.columns.start,
         _local_weight(options, logits.shape[1]),
-        smooth=smooth,
+        smooth=options.label_smoothing != 0,
         divided=options.columns.comm is not None,
     )
-    return _RowSums(sums.maximum, sums.exp_sum, sums.target_logit, sums.smooth if smooth else None)
 
 
 def _local_weight(options: CrossEntropyOptions, width: int) -> Tensor | None:
@@ -140,7 +129,7 @@ def _weight_total(options: CrossEntropyOptions) -> float | Tensor:
     return float(options.columns.total) if options.weight is None else options.weight.sum()
 
 
-def _combine(local: _RowSums, options: CrossEntropyOptions, width: int) -> _RowSums:
+def _combine(local: CrossEntropySums, options: CrossEntropyOptions, width: int) -> CrossEntropySums:
     """Combines sums over each rank's columns to sums over the vocabulary: one max, one sum over the group."""
     from .._C import ReduceOp
 
@@ -154,7 +143,7 @@ def _combine(local: _RowSums, options: CrossEntropyOptions, width: int) -> _RowS
         parts.append(local.smooth + shift * (float(width) if weight is None else weight.sum()))
     sums = torch.stack(parts)
     comm.all_reduce(sums, ReduceOp.SUM, "cross_entropy").wait()
-    return _RowSums(maximum, sums[0], sums[1], sums[2] if local.smooth is not None else None)
+    return CrossEntropySums(maximum, sums[0], sums[1], sums[2] if local.smooth is not None else None)
 
 
 class _CrossEntropyRows(torch.autograd.Function):

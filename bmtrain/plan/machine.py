@@ -159,18 +159,11 @@ MACHINES = {
         host_bandwidth=500 * GB,
         source="NVIDIA H100 data sheet (SXM5); eight 400 Gb/s network cards a node",
     ),
-    "h200-141gb": Machine(
-        name="H200-141GB",
-        num_nodes=1,
-        devices_per_node=8,
-        memory=141 * GB,
-        flops=989e12,
-        memory_bandwidth=4800 * GB,
-        link_bandwidth=450 * GB,
-        network_bandwidth=400 * GB,
-        pcie_bandwidth=50 * GB,
-        host_memory=2048 * GIB,
-        host_bandwidth=500 * GB,
-        source="NVIDIA H200 data sheet (SXM5); eight 400 Gb/s network cards a node",
-    ),
 }
+MACHINES["h200-141gb"] = replace(
+    MACHINES["h100-80gb"],
+    name="H200-141GB",
+    memory=141 * GB,
+    memory_bandwidth=4800 * GB,
+    source="NVIDIA H200 data sheet (SXM5); eight 400 Gb/s network cards a node",
+)

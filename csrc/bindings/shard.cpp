@@ -66,7 +66,7 @@ void bind_pool(py::module_& m) {
                         py::arg("peak_bytes_in_use") = stats.peak_bytes_in_use,
                         py::arg("buffers_in_use") = stats.buffers_in_use,
                         py::arg("peak_buffers_in_use") = stats.peak_buffers_in_use,
-                        py::arg("bytes_idle") = stats.bytes_idle, py::arg("allocations") = stats.allocations);
+                        py::arg("bytes_idle") = stats.bytes_idle);
       });
 }
 

@@ -43,32 +43,9 @@ void check_in_place(const Communicator& comm, const char* op, const at::Tensor& 
             ": expected a tensor in host memory that divides by ", comm.size(), " ranks");
 }
 
-// Of tensors of one dtype, device and size, which all ranks divide among them.
-void check_exchange(const Communicator& comm, const at::Tensor& output, const at::Tensor& input) {
-  check_tensor(comm, "all_to_all", "output", output);
-  check_tensor(comm, "all_to_all", "input", input);
-  BMT_CHECK(TypeError, output.scalar_type() == input.scalar_type() && output.device() == input.device(),
-            describe(comm, "all_to_all"), ": output and input must have the same dtype and device, got ",
-            output.scalar_type(), " on ", output.device(), " and ", input.scalar_type(), " on ",
-            input.device());
-  BMT_CHECK(ValueError, output.numel() == input.numel() && input.numel() % comm.size() == 0,
-            describe(comm, "all_to_all"), ": output and input must have equal sizes divisible by ",
-            comm.size(), ", got ", output.numel(), " and ", input.numel(), " elements");
-  BMT_CHECK(ValueError, input.numel() == 0 || comm.size() == 1 || output.data_ptr() != input.data_ptr(),
-            describe(comm, "all_to_all"), ": output must not be input");
-}
-
-// Of tensors of one dtype and device, cut into a slice for each rank.
+// Of slices of any size: the numbers of their elements.
 void check_uneven(const Communicator& comm, const Call& call) {
   const char* const op = name_of(call.op);
-  check_tensor(comm, op, "output", call.output);
-  check_tensor(comm, op, "input", call.input);
-  BMT_CHECK(
-      TypeError,
-      call.output.scalar_type() == call.input.scalar_type() && call.output.device() == call.input.device(),
-      describe(comm, op), ": output and input must have the same dtype and device, got ",
-      call.output.scalar_type(), " on ", call.output.device(), " and ", call.input.scalar_type(), " on ",
-      call.input.device());
   const auto check_counts = [&](const char* name, const std::vector<std::int64_t>& counts,
                                 const at::Tensor& tensor) {
     BMT_CHECK(ValueError, counts.size() == static_cast<std::size_t>(comm.size()), describe(comm, op), ": ",
@@ -89,8 +66,26 @@ void check_uneven(const Communicator& comm, const Call& call) {
   BMT_CHECK(ValueError, call.counts->output[own] == call.counts->input[own], describe(comm, op),
             ": this rank sends itself ", call.counts->input[own], " elements and expects ",
             call.counts->output[own]);
-  BMT_CHECK(ValueError,
-            call.input.numel() == 0 || comm.size() == 1 || call.output.data_ptr() != call.input.data_ptr(),
+}
+
+// Of tensors of one dtype and device, cut into a slice for each rank.
+void check_all_to_all(const Communicator& comm, const Call& call) {
+  const char* const op = name_of(call.op);
+  const at::Tensor &output = call.output, &input = call.input;
+  check_tensor(comm, op, "output", output);
+  check_tensor(comm, op, "input", input);
+  BMT_CHECK(TypeError, output.scalar_type() == input.scalar_type() && output.device() == input.device(),
+            describe(comm, op), ": output and input must have the same dtype and device, got ",
+            output.scalar_type(), " on ", output.device(), " and ", input.scalar_type(), " on ",
+            input.device());
+  if (call.counts != nullptr) {
+    check_uneven(comm, call);
+  } else {
+    BMT_CHECK(ValueError, output.numel() == input.numel() && input.numel() % comm.size() == 0,
+              describe(comm, op), ": output and input must have equal sizes divisible by ", comm.size(),
+              ", got ", output.numel(), " and ", input.numel(), " elements");
+  }
+  BMT_CHECK(ValueError, input.numel() == 0 || comm.size() == 1 || output.data_ptr() != input.data_ptr(),
             describe(comm, op), ": output must not be input");
 }
 
@@ -143,9 +138,8 @@ void check_arguments(const Communicator& comm, const Call& call) {
     case Op::kAllGather:
       return check_sizes(comm, op, "output", call.output, "input", call.input);
     case Op::kAllToAll:
-      return check_exchange(comm, call.output, call.input);
     case Op::kAllToAllUneven:
-      return check_uneven(comm, call);
+      return check_all_to_all(comm, call);
     case Op::kAllGatherInPlace:
       check_sizes(comm, op, "output", call.output, "input", call.input, /*rounded=*/true);
       return check_in_place(comm, op, call.output);

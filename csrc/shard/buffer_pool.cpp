@@ -83,14 +83,13 @@ c10::DataPtr BufferPool::acquire(std::int64_t nbytes, c10::Device device) {
     const Lock lock(mutex_);
     memory = take_idle(kind);
   }
-  const bool is_fresh = !memory;
-  if (is_fresh) {
+  if (!memory) {
     memory = allocate_or_trim(nbytes, device);
     if (poison_) {
       poison(memory, nbytes);
     }
   }
-  count_use(nbytes, is_fresh);
+  count_use(nbytes);
   void* address = memory.get();
   auto lease = std::make_unique<Lease>(Lease{shared_from_this(), std::move(memory), kind});
   return {address, lease.release(), &BufferPool::give_back, device};
@@ -158,14 +157,13 @@ void BufferPool::drop(std::vector<Idle>::iterator place, std::vector<Idle>& drop
   idle_.erase(place);
 }
 
-void BufferPool::count_use(std::int64_t nbytes, bool is_fresh) {
+void BufferPool::count_use(std::int64_t nbytes) {
   const Lock lock(mutex_);
   stats_.bytes_in_use += nbytes;
   stats_.buffers_in_use += 1;
   largest_ = std::max(largest_, nbytes);
   stats_.peak_bytes_in_use = std::max(stats_.peak_bytes_in_use, stats_.bytes_in_use);
   stats_.peak_buffers_in_use = std::max(stats_.peak_buffers_in_use, stats_.buffers_in_use);
-  stats_.allocations += is_fresh ? 1 : 0;
 }
 
 void BufferPool::give_back(void* context) {

@@ -48,7 +48,6 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
     std::int64_t buffers_in_use = 0;
     std::int64_t peak_buffers_in_use = 0;
     std::int64_t bytes_idle = 0;
-    std::int64_t allocations = 0;
   };
   [[nodiscard]] Stats stats() const BMT_EXCLUDES(mutex_);
   void reset_peaks() BMT_EXCLUDES(mutex_);
@@ -81,7 +80,7 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   void make_room_for(const Class& added, std::vector<Idle>& dropped) BMT_REQUIRES(mutex_);
   void drop(std::vector<Idle>::iterator place, std::vector<Idle>& dropped) BMT_REQUIRES(mutex_);
   // After the buffer is there: where there is no memory, none is in use.
-  void count_use(std::int64_t nbytes, bool is_fresh) BMT_EXCLUDES(mutex_);
+  void count_use(std::int64_t nbytes) BMT_EXCLUDES(mutex_);
   static void give_back(void* lease);
 
   const std::int64_t idle_per_class_;

@@ -1,10 +1,9 @@
 #include "shard/buffer_spec.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
-#include <functional>
-#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -25,7 +24,7 @@ std::vector<std::int64_t> numels_of(const std::vector<std::vector<std::int64_t>>
   std::vector<std::int64_t> numels;
   numels.reserve(shapes.size());
   for (const auto& shape : shapes) {
-    numels.push_back(std::accumulate(shape.begin(), shape.end(), std::int64_t{1}, std::multiplies<>()));
+    numels.push_back(c10::multiply_integers(shape));
   }
   return numels;
 }

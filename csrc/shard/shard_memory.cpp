@@ -123,17 +123,17 @@ void ShardMemory::leave_memory_to_others(std::int64_t num_others) {
                                          num_references() + num_others + 1) {  // and `old` itself
     return;
   }
-  std::vector<bool> attached;
+  std::vector<std::size_t> attached;
   for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
-    attached.push_back(!spec_.parameters[i].is_meta() && is_attached(i));
+    if (!spec_.parameters[i].is_meta() && is_attached(i)) {
+      attached.push_back(i);
+    }
   }
   make_views();
   allocate();
   flat_.copy_(old);
-  for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
-    if (attached[i]) {
-      spec_.parameters[i].set_data(local_views_[i]);
-    }
+  for (const std::size_t i : attached) {
+    spec_.parameters[i].set_data(local_views_[i]);
   }
 }
 

@@ -40,7 +40,7 @@ class Kernels:
         )
         inside = ((target >= 0) & (target < width)).sum().item()
         assert traffic.read[0] == logits.nbytes + inside * logits.element_size(), "logits are read once"
-        return _ops.CrossEntropySums(*out[:3], out[3] if smooth else torch.empty(0))
+        return _ops.CrossEntropySums(*out[:3], out[3] if smooth else None)
 
     def gradient(
         self, out: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, **rows: Tensor

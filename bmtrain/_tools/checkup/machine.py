@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import shutil
 import socket
@@ -16,6 +15,7 @@ from ..._base.build import is_for, is_of_wheel
 from ..._C import highest_cpu_isa
 from ..._ranks import comm
 from ..._ranks.cards import check_card
+from ..._ranks.comm_nccl import find_candidates
 from ...errors import BMTrainError
 from .findings import Check, Surroundings
 
@@ -167,7 +167,7 @@ def check_nccl(here: Surroundings) -> Check:
         "install a newer one (pip install nvidia-nccl-cu13, or -cu12, as torch.version.cuda says), or let "
         "BMTRAIN_NCCL_LIBRARY name it"
     )
-    tried = [named] if named else [*_nccl_wheel(), "libnccl.so.2"]
+    tried = [named] if named else [*find_candidates(), "libnccl.so.2"]
     for path in tried:
         try:
             library = ctypes.CDLL(path)
@@ -186,16 +186,6 @@ def check_nccl(here: Surroundings) -> Check:
     if torch.cuda.is_available():
         return Check("NCCL", "not found", remedy)
     return Check("NCCL", "not found, and not needed without GPUs")
-
-
-def _nccl_wheel() -> list[str]:
-    """The library of the nvidia-nccl package."""
-    try:
-        spec = importlib.util.find_spec("nvidia.nccl")
-    except ImportError:
-        return []
-    folders = (spec.submodule_search_locations if spec is not None else None) or []
-    return [str(path) for folder in folders for path in sorted(Path(folder, "lib").glob("libnccl.so*"))]
 
 
 def check_shared_memory(here: Surroundings) -> Check:
