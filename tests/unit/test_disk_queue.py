@@ -138,6 +138,8 @@ def test_seals_are_the_checksums_of_checkpoints(nbytes: int, tmp_path: Path) -> 
     pieces = [written[at : at + (1 << 18)] for at in range(0, nbytes, 1 << 18)]
     assert file.seals(nbytes, nbytes) == [zlib.crc32(piece) for piece in pieces]
     assert file.seals(0, 2 * nbytes) == file.seals(0, nbytes) == []
+    file.unseal(0, nbytes)  # of those before, which have none
+    assert len(file.seals(nbytes, nbytes)) == len(pieces)
     queue.write(0, file, nbytes, DISK_ALIGNMENT)  # of a part, which leaves none of the rest
     queue.wait(0)
     assert len(file.seals(nbytes, nbytes)) == (nbytes == DISK_ALIGNMENT)
@@ -164,14 +166,31 @@ def test_failures(back_end: str, result: int, words: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_a_part_is_continued(back_end: str, tmp_path: Path) -> None:
     queue, file = make_queue(back_end), make_file(tmp_path)
-    values = torch.randint(256, (PIECE,), dtype=torch.uint8)
-    for move in (queue.write, queue.read):
-        queue.buffer(0).copy_(values)
+    values, beyond = torch.randint(256, (2, PIECE), dtype=torch.uint8)
+    queue.buffer(1).copy_(beyond)
+    queue.write(1, file, PIECE, PIECE)
+    queue.wait(1)
+    for move, before in ((queue.write, values), (queue.read, torch.zeros(PIECE, dtype=torch.uint8))):
+        queue.buffer(0).copy_(before)
+        queue.buffer(1).fill_(85)
         _C.disturb_transfers(0, 0, DISK_ALIGNMENT)
         move(0, file, 0, PIECE)
         queue.wait(0)
+        assert queue.buffer(1).eq(85).all()
     _C.disturb_transfers(0)
     assert torch.equal(queue.buffer(0), values)
+    queue.read(1, file, PIECE, PIECE)
+    queue.wait(1)
+    assert torch.equal(queue.buffer(1), beyond)
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_a_file_that_has_become_shorter(back_end: str, tmp_path: Path) -> None:
+    queue, file = make_queue(back_end), make_file(tmp_path)
+    os.ftruncate(file.fileno(), DISK_ALIGNMENT)
+    queue.read(0, file, 0, PIECE)
+    with pytest.raises(DiskError, match=f"reading {PIECE} bytes at offset 0: the file ended after 4096 bytes"):
+        queue.wait(0)
 
 
 def test_wrong_calls(tmp_path: Path) -> None:
