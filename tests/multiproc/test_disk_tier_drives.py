@@ -13,8 +13,12 @@ from harness import run_ranks
 from harness.disk_tier import ALL, TIERS, make, small_chunks, small_drive, train
 
 import bmtrain as bmt
+from bmtrain._engine import disk_tier
+from bmtrain._engine.disk_tier import StoredArray, tier_of
 from bmtrain._engine.drives import Drives, num_on_drives
+from bmtrain._engine.engine import current_engine
 from bmtrain.errors import DiskError
+from bmtrain.global_var import context
 
 
 def bytes_in(directories: list[str]) -> list[int]:
@@ -49,6 +53,36 @@ def test_same_bits_with_several(world: int, count: int, tmp_path: Path) -> None:
         os.mkdir(directory)
     results = run_ranks(world, compare, directories, init={"tier_directories": directories})
     assert all(result == results[0] for result in results)  # the same on all ranks of a host
+
+
+def more_transfers_than_slots() -> None:
+    """Arrays that are read, and then written, at the same time; some take three slots of the queue."""
+    tier = tier_of(current_engine(context()))
+    arrays = []
+    for number in range(disk_tier._SLOTS + 6):
+        nbytes = 4096 if number % 30 else 3 << 20
+        array = StoredArray(
+            tier, tier.drives.reserve(nbytes), 0, nbytes, f"array {number}", lambda memory: None
+        )
+        array.mapping.fill_(number)
+        arrays.append(array)
+    for added in (0, 100):
+        for array in arrays:
+            array.fetch()
+        for number, array in enumerate(arrays):
+            array.arrive()
+            assert array.memory is not None and array.memory.eq(number + added).all()
+            array.memory.add_(100)
+        for array in arrays:
+            array.send()
+        for array in reversed(arrays):
+            array.rest()
+    assert all(array.mapping.eq(number + 200).all() for number, array in enumerate(arrays))
+    assert sorted(tier._free) == list(range(disk_tier._SLOTS))
+
+
+def test_transfers_wait_for_free_slots(tmp_path: Path) -> None:
+    run_ranks(1, more_transfers_than_slots, init={"tier_directories": [str(tmp_path)]})
 
 
 def test_files_are_divided_by_speed(tmp_path: Path) -> None:

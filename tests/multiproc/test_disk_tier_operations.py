@@ -265,6 +265,8 @@ OPERATIONS: dict[str, Callable[[Any, Any, Any], Values]] = {
     "gradients' data": on_gradients(lambda m, ps: [p.grad.data.mul_(0.5) for p in ps]),
     "gradients' numpy": on_gradients(lambda m, ps: [p.grad.numpy().fill(0.1) for p in ps]),
     "some gradients": on_gradients(lambda m, ps: [setattr(p, "grad", None) for p in ps[::2]]),
+    "state that starts anew": lambda m, o, ps: o.state.clear() or [],
+    "state of some that starts anew": lambda m, o, ps: [o.state.pop(p) for p in ps[::2]] and [],
     "blocks that are skipped": skipped,
     "blocks that run twice": twice,
 }

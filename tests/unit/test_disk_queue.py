@@ -189,7 +189,9 @@ def test_a_file_that_has_become_shorter(back_end: str, tmp_path: Path) -> None:
     queue, file = make_queue(back_end), make_file(tmp_path)
     os.ftruncate(file.fileno(), DISK_ALIGNMENT)
     queue.read(0, file, 0, PIECE)
-    with pytest.raises(DiskError, match=f"reading {PIECE} bytes at offset 0: the file ended after 4096 bytes"):
+    with pytest.raises(
+        DiskError, match=f"reading {PIECE} bytes at offset 0: the file ended after 4096 bytes"
+    ):
         queue.wait(0)
 
 
