@@ -21,8 +21,8 @@ PYTHON = {
     "shards": ("_shards parameter", 1884),
     "engine": ("_engine", 8469),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5640),
-    "files": ("_files dcp distributed store weights", 4652),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10062),
+    "files": ("_files dcp distributed store weights", 4664),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10064),
     "survive": ("_survive survive", 2098),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_821),
 }

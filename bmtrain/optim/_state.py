@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..global_var import rank
 from ..parameter import DistributedParameter, gather_flat, shard_of, whole_shape
-from ._arrays import numbered_parameters
+from ._arrays import MASTER, numbered_parameters
 from ._exchange import describe, exchange
 from ._host_copies import warn_of_large_state
 from ._old_bounds import SCALARS, SLICE_BYTES, at_present_bounds, bounds_before, is_of_whole_parameters
@@ -74,9 +74,10 @@ def load_optimizer_state(optimizer: Any, state: dict[str, Any], loss_scale: floa
 def take_whole_state(optimizer: Any, state: dict[str, Any]) -> dict[str, Any] | None:
     """Hook of an optimizer of torch that loads a state: cuts one of whole parameters to this rank's shards."""
     parameters = numbered_parameters(optimizer)
-    if not is_of_whole_parameters(state, enumerate(parameters)):
+    whole = is_of_whole_parameters(state, enumerate(parameters))
+    if not (whole or any(MASTER in entries for entries in state["state"].values())):
         return None
-    return {**state, "state": _cut_entries(state["state"], parameters, True)}
+    return {**state, "state": _cut_entries(state["state"], parameters, whole)}
 
 
 def _cut_entries(state: Mapping[Any, Any], parameters: list[Tensor], whole: bool) -> dict[Any, Any]:
@@ -88,6 +89,7 @@ def _cut_entries(state: Mapping[Any, Any], parameters: list[Tensor], whole: bool
         loaded[index] = {
             key: _cut(p, value, whole and key not in SCALARS) if isinstance(value, Tensor) else value
             for key, value in entries.items()
+            if key != MASTER  # of this library's optimizers; torch would keep its value through later steps
         }
     return loaded
 

@@ -280,6 +280,48 @@ def test_gathered_state_of_shards_in_an_optimizer_over_whole_parameters(kind: An
     run_ranks(world, continued_over_whole_parameters, kind)
 
 
+def continued_in_turn(kind: Any, of_torch: Any, loads_itself: bool) -> None:
+    x, models = torch.randn(4, 3), [plain := plain_model(), bmt.BMTrainModelWrapper(copy.deepcopy(plain))]
+    reference, state = of_torch(plain.parameters(), lr=0.01, momentum=0.9), None
+    for make in (kind, of_torch, kind):
+        optimizer = make(models[1].parameters(), lr=0.01, momentum=0.9)
+        manager = make_manager(optimizer)
+        if loads_itself and state is not None:
+            optimizer.load_state_dict(state["optimizers"][0])
+        elif state is not None:
+            manager.load_state_dict(state)
+        for _ in range(2):
+            for model, each, divisor in (plain, reference, 1), (models[1], optimizer, bmt.world_size()):
+                each.zero_grad()
+                (model(x).square().sum() / divisor).backward()
+                each.step()
+        state = manager.state_dict(gather_opt=not loads_itself)
+    torch.testing.assert_close(models[1].state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loads_itself", (False, True))
+@pytest.mark.parametrize("world", WORLDS)
+def test_an_optimizer_of_torch_hands_on_no_old_values(world: int, loads_itself: bool) -> None:
+    run_ranks(world, continued_in_turn, bmt.optim.SGDOffloadOptimizer, torch.optim.SGD, loads_itself)
+
+
+def from_shards_to_whole(folder: str) -> None:
+    model = bmt.BMTrainModelWrapper(plain_model())
+    manager = make_manager(bmt.optim.AdamOptimizer(model.parameters()))
+    manager.backward(model(torch.ones(1, 3)).sum())
+    manager.step()
+    bmt.distributed.checkpoint.save(folder, 1, model, manager)
+    whole = make_manager(bmt.optim.whole_matrix(torch.optim.Adam, model.parameters()))
+    with pytest.raises(
+        ValueError, match=r"optimizer 0: saved by AdamOptimizer.*got an optimizer of whole_matrix"
+    ):
+        bmt.distributed.checkpoint.load(folder, model, whole)
+
+
+def test_a_checkpoint_of_shards_is_refused_by_an_optimizer_over_whole_parameters(tmp_path: Path) -> None:
+    run_ranks(2, from_shards_to_whole, str(tmp_path))
+
+
 def of_another_formula() -> None:
     for kind, options, says in (
         (ADAMW, {}, "got decoupled weight decay; make it with decoupled=True"),

@@ -128,6 +128,18 @@ class Loading:
                 raise ValueError(
                     f"optimizer {number}: saved over parameters of shapes {saved['shapes']}, got {shapes}"
                 )
+            is_of_shards = any(
+                "shard" in told for entry in saved["entries"].values() for told in entry.values()
+            )
+            if (
+                is_of_shards
+                and getattr(optimizer, "_keeps_whole_state", False)
+                and context().topology.world_size > 1
+            ):
+                raise ValueError(
+                    f"optimizer {number}: saved by {saved['class']}, whose state is of shards, got an optimizer of "
+                    f"whole_matrix; load into {saved['class']}, and its state_dict(gather=True) into the other"
+                )
             self._reader.request_value(saved["groups"])
             self._reader.request_value(saved["others"])
             for index, entry in self._own_entries(number):
