@@ -52,6 +52,20 @@ def refuse_tangents(what: str, tensors: Iterable[torch.Tensor]) -> None:
         )
 
 
+def gathering_error(what: str, is_traced: bool) -> RuntimeError:
+    """Returns the error of ``what``, which gathers parameters, in a traced graph or a transform of torch.func."""
+    if is_traced:
+        return RuntimeError(
+            f"{what} inside a trace of torch.jit or torch.export: parameters that are gathered over the ranks cannot "
+            "be traced; load the full tensors of model.state_dict() into a model without Blocks and wrapper"
+        )
+    return RuntimeError(
+        f"{what} inside a transform of torch.func (grad, vmap, jvp, jacrev, ...): parameters that are gathered "
+        "over the ranks cannot be transformed; use backward(), or torch.func.functional_call with the full "
+        "tensors of model.state_dict() on a model without Blocks"
+    )
+
+
 def with_shared_bases(tensors: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor]:
     """Returns the tensors, and then the bases of several of them, other than ``leaves``."""
     bases: list[Any] = [t._base for t in tensors if t._is_view() and t.grad_fn is not None]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch._C._functorch import peek_interpreter_stack
 
+from .._base.tensors import gathering_error
 from ..errors import CommunicationError
 from ..topology import GroupKind, Topology
 from .streams import Streams
@@ -194,16 +195,12 @@ def require_gathering(what: str) -> None:
     """Checks that ``what`` may gather parameters here.
 
     Raises:
-        RuntimeError: a transform of torch.func is running, or this process was forked from a rank.
+        RuntimeError: a transform of torch.func is running or a graph is traced, or this process was forked from a rank.
     """
-    if forked_from is None and peek_interpreter_stack() is None:
-        return
-    refuse_child(what)
-    raise RuntimeError(
-        f"{what} inside a transform of torch.func (grad, vmap, jvp, jacrev, ...): parameters that are gathered "
-        "over the ranks cannot be transformed; use backward(), or torch.func.functional_call with the full "
-        "tensors of model.state_dict() on a model without Blocks"
-    )
+    is_traced = torch._C._get_tracing_state() is not None or torch.compiler._is_exporting_flag
+    if forked_from is not None or peek_interpreter_stack() is not None or is_traced:
+        refuse_child(what)
+        raise gathering_error(what, is_traced)
 
 
 def current() -> Context | None:

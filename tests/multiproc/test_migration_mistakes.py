@@ -7,10 +7,12 @@ import os
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from harness import Status, rank_outcomes, run_ranks
+from harness.twins import twins
 
 import bmtrain as bmt
 from bmtrain._base import deprecate
@@ -269,6 +271,26 @@ def sharded_twice() -> None:
 
 def test_shards_are_not_sharded_again() -> None:
     run_ranks(2, sharded_twice, fresh=True)
+
+
+def traced() -> None:
+    plain, model = twins(lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()))
+    x = torch.ones(3, 4)
+    for part in (
+        model,
+        bmt.Block(copy.deepcopy(model)),
+        torch.nn.Sequential(bmt.Block(copy.deepcopy(model))),
+    ):
+        for trace in (partial(torch.jit.trace, check_trace=False), torch.export.export):
+            with pytest.raises(
+                RuntimeError, match=r"trace of torch.jit or torch.export.*model.state_dict\(\)"
+            ):
+                trace(part, (x,))
+        assert torch.equal(part(x), plain(x))
+
+
+def test_traces_of_torch_name_the_model_that_they_need() -> None:
+    run_ranks(1, traced)
 
 
 def transformed() -> None:
