@@ -312,9 +312,8 @@ class Loading:
                 state[number] = entry
         numbers = iter(range(len(numbered_parameters(self._optimizer))))
         groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self._groups]
-        # Both mark shards of the present bounds.
-        layout = {"layout": layout_of(self._optimizer)} if self._is_ours else {"slice_bytes": SLICE_BYTES}
-        loaded = {"state": state, "param_groups": groups, "is_whole": False, **layout}
+        bounds = {"layout": layout_of(self._optimizer), "slice_bytes": SLICE_BYTES}  # the present ones
+        loaded = {"state": state, "param_groups": groups, "is_whole": False, **bounds}
         load_optimizer_state(self._optimizer, loaded, 1.0)
 
     def _has_master(self, p: torch.Tensor) -> bool:

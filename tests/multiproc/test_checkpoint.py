@@ -388,3 +388,25 @@ def test_the_manifest_is_json_that_anybody_reads(tmp_path):
     assert (begin, count, weight["shape"]) == (0, 1024 * 1024, [2048, 1024])
     torch.manual_seed(0)
     assert torch.isfinite(values).all()
+
+
+def continued(folder: str, kind: str) -> list[float]:
+    """Steps once from the latest checkpoint, saves, and returns the number of steps of each parameter here."""
+    block = bmt.BMTrainModelWrapper(torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.LayerNorm(10)))
+    model = torch.nn.ModuleList([bmt.Block(block)])
+    optimizer = {"adam": bmt.optim.AdamOptimizer, "torch": torch.optim.Adam}[kind](model.parameters())
+    step = 0
+    if checkpoint.latest(folder) is not None:
+        step = checkpoint.load(folder, model, optimizer).step
+    model[0](torch.ones(2, 10)).square().sum().backward()
+    optimizer.step()
+    checkpoint.save(folder, step + 1, model, optimizer)
+    return [float(optimizer.state[p]["step"]) for p in model.parameters() if p.numel()]
+
+
+@pytest.mark.parametrize("kind", ["adam", "torch"])
+def test_steps_are_counted_through_numbers_of_ranks_at_which_partitions_are_rounded(kind, tmp_path):
+    """A rank of three without elements of a parameter began to count again, and the file got its number."""
+    for step, world in enumerate((2, 3, 3, 1), 1):
+        for steps in run_ranks(world, continued, str(tmp_path), kind):
+            assert set(steps) <= {step}

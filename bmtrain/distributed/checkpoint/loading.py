@@ -12,8 +12,8 @@ from ..._model.check import check_model_state
 from ..._model.outline import outline_of
 from ..._ranks.agree import broadcast_json, failing_together, on_all_ranks, on_rank_0
 from ...global_var import context
-from ...optim._arrays import numbered_parameters
-from ...optim._old_bounds import bounds_before
+from ...optim._arrays import layout_of, numbered_parameters
+from ...optim._old_bounds import SLICE_BYTES, bounds_before
 from ...optim._state import load_optimizer_state
 from ...optim.optim_manager import OptimManager
 from ...parameter import whole_shape
@@ -213,7 +213,8 @@ class Loading:
         }
         others = self._reader.value(saved["others"])
         groups = self._reader.value(saved["groups"])
-        return {**others, "state": state, "param_groups": groups, "is_whole": False}
+        bounds = {"layout": layout_of(optimizer), "slice_bytes": SLICE_BYTES}  # the present ones
+        return {**others, "state": state, "param_groups": groups, "is_whole": False, **bounds}
 
     def _read_state(self, p: torch.Tensor, described: dict[str, Any]) -> Any:
         if "shard" in described:
