@@ -175,6 +175,34 @@ def train_in_backward(num_optimizers: int) -> None:
             assert all(map(torch.equal, result, found[0]))
 
 
+def train_with_an_expected_call_that_is_missing() -> None:
+    """The second call of a block is expected, and its parameters are read for it, when its update begins."""
+    small_chunks()
+    results = []
+    for places in (TIERS[0], ALL):
+        torch.manual_seed(3)
+        with bmt.default_policy(bmt.BlockPolicy(**places)):
+            one, two, three = blocks = [bmt.Block(bmt.nn.Linear(64, 64)) for _ in range(3)]
+        model = torch.nn.ModuleList(blocks)
+        bmt.init_parameters(model)
+        optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.01)
+        manager = bmt.optim.OptimManager(step_in_backward=True)
+        manager.add_optimizer(optimizer)
+        for order in 3 * [(one, two, three, one), (two, three, one)]:
+            x = torch.ones(2, 64, requires_grad=True)
+            manager.zero_grad()
+            for block in order:
+                x = block(x)
+            manager.backward(x.square().mean())
+            manager.step()
+        results.append(values_of(model, [optimizer]))
+    assert all(map(torch.equal, *results))
+
+
+def test_parameters_read_for_a_call_that_is_missing(drive: Path) -> None:
+    run_ranks(2, train_with_an_expected_call_that_is_missing, init=tiers(drive))
+
+
 def with_slow_transfers(num_optimizers: int) -> None:
     _C.disturb_transfers(2000)  # microseconds at most
     try:

@@ -297,8 +297,6 @@ class OnDisk(Place):
         for block, of_block in by_block.items():
             for earlier in tuple(block.pending):  # its chunks may be ours
                 earlier.finish_together()
-            if isinstance(block, DiskBlockState):
-                block.forget()  # parameters that were read ahead
             members = [update for part in of_block for update in part.updates]
             parameters = [update.param for update in members]
             arenas = {self._homes[p].arena for p in parameters}
