@@ -175,8 +175,10 @@ class WholeOptimizer(UntracedOptimizer):
         self._follow_groups()
         gone = self._members.masters.keys() - set(self._parameters())  # their state stays, as in torch
         kept = {self._members.masters[p]: self._inner.state.pop(self._members.masters[p], {}) for p in gone}
-        state = self._inner.state_dict()
-        self._inner.state.update((master, entry) for master, entry in kept.items() if entry)
+        try:
+            state = self._inner.state_dict()
+        finally:
+            self._inner.state.update((master, entry) for master, entry in kept.items() if entry)
         entries = {
             number: dict(state["state"][number])
             for number, p in enumerate(self._parameters())

@@ -7,6 +7,7 @@ import os
 import pickle
 from collections.abc import Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -321,6 +322,8 @@ def taken_out(whole_group: bool) -> None:
                 p.load_grad(gradient) if params is ours else setattr(p, "grad", gradient)
             optimizer.step()
         if step == 2:
+            with mock.patch.object(Lamb, "state_dict", side_effect=OSError), pytest.raises(OSError):
+                optimizers[0].state_dict()
             state = optimizers[0].state_dict(gather=True)
             assert sorted(state["state"]) == list(range(2 if whole_group else 3))
         assert all(torch.equal(p.gather(), q) for p, q in zip(ours, theirs, strict=True))
