@@ -31,7 +31,7 @@ from bmtrain.plan import (
 )
 from bmtrain.plan.estimator import Plan, _matrix_bytes
 from bmtrain.plan.machine import GIB, Machine
-from bmtrain.plan.model import FlatBuffer, muon_flops
+from bmtrain.plan.model import FlatBuffer, ModelDescription, muon_flops
 from bmtrain.plan.network import Network, Wire
 from bmtrain.plan.policy import DISK
 from bmtrain.plan.published import FITTED, PUBLISHED, compare
@@ -55,14 +55,35 @@ def test_a_module_and_its_numbers_are_described_alike() -> None:
     with torch.device("meta"):
         model = GPT(6, 256, 4, 1000, 128)
     described = describe_module(model, torch.zeros(3, 129, dtype=torch.long))
-    assert described.num_parameters == SMALL.num_parameters
-    block, by_numbers = described.blocks[0], SMALL.blocks[0]
-    assert block.flops == by_numbers.flops
-    assert block.last_matmul_flops == by_numbers.last_matmul_flops
-    assert block.input_bytes == by_numbers.input_bytes
-    assert block.activation_bytes == pytest.approx(by_numbers.activation_bytes, rel=0.07)
-    assert described.head_flops == SMALL.head_flops
+    assert_alike(described, SMALL)
+    assert described.blocks[0].input_bytes == SMALL.blocks[0].input_bytes
     assert all(param.is_meta for param in model.parameters())
+
+
+def assert_alike(described: ModelDescription, by_numbers: ModelDescription) -> None:
+    assert described.num_parameters == by_numbers.num_parameters
+    assert described.head_flops == by_numbers.head_flops
+    assert described.outside == by_numbers.outside
+    ours, wanted = described.blocks[0], by_numbers.blocks[0]
+    for name in ("flops", "last_matmul_flops", "attention_bytes", "gradient_bytes", "kept_bytes"):
+        assert getattr(ours, name) == getattr(wanted, name), name
+    assert ours.flops_between_kept == wanted.flops_between_kept
+    assert ours.activation_bytes == pytest.approx(wanted.activation_bytes, rel=0.07)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_llama_and_its_configuration_are_described_alike(tied: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=704, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=2, vocab_size=1000, tie_word_embeddings=tied, attn_implementation="sdpa",
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    described = describe_module(model, torch.zeros(2, 64, dtype=torch.long, device="meta"))
+    by_numbers = describe_config(config, seq_len=64, dtype=torch.float32)
+    assert_alike(described, by_numbers)
+    assert described.blocks[0].muon_flops == by_numbers.blocks[0].muon_flops
 
 
 def test_a_hugging_face_configuration_has_the_model_s_parameters() -> None:
