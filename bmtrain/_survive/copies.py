@@ -149,6 +149,26 @@ class Ward:
                     if isinstance(value, Tensor) and value.data_ptr() != copy.data_ptr():
                         yield (p, name, number), value
 
+    def is_current(self) -> bool:
+        """Whether the copy has all arrays that there are: an update adds to it what it adds to the ward."""
+        return True
+
+    def create_state(self) -> int:
+        """Returns 0: updates create state."""
+        return 0
+
+    def messages(self, params: Sequence[DistributedParameter], rank: int) -> tuple[Message, Message]:
+        """Returns messages of this rank, which is ``rank``, and of the ward."""
+        return Message(params, rank), Message(params, self.rank)
+
+    def exchange(self, comm: Communicator, own: Message, ward: Message, step: int, ring: Ring) -> None:
+        """Sends a rank's gradients to the keeper of its copy, and receives its ward's. Collective."""
+        own.pack(step)
+        sent = comm.send(own.data, ring.keeper_of(comm.rank), _LABEL)
+        received = comm.recv(ward.data, self.rank, _LABEL)
+        sent.wait()
+        received.wait()
+
     def take_options(self, number: int, optimizer: ShardedOptimizer) -> None:
         """Gives the optimizer of the copy with this number the options of ``optimizer``."""
         for group, own in zip(self.optimizers[number].param_groups, optimizer.param_groups, strict=True):
@@ -234,18 +254,26 @@ def put_state(optimizer: ShardedOptimizer, entries: dict[Tensor, dict[str, Any]]
 class Message:
     """The gradients of one rank in a step, as bytes; for further steps too, as its memory takes long to get.
 
+    Args:
+        params: the parameters with gradients.
+        rank: the rank.
+        memory: where the bytes are; default: in new memory.
+
     Attributes:
         params: the parameters with gradients.
         gradients: their places in the message, 1-D.
     """
 
-    def __init__(self, params: Sequence[DistributedParameter], rank: int) -> None:
+    def __init__(
+        self, params: Sequence[DistributedParameter], rank: int, memory: Tensor | None = None
+    ) -> None:
         self.params = params
         self._dtypes = _gradient_dtypes(params)
         self._header = struct.Struct(f"{1 + len(params)}q")  # number of the step, checksum of each parameter
         counts = [p._spec.part(rank % p._spec.group.size)[1] for p in params]
         sizes = [-(-n * dtype.itemsize // 8) * 8 for n, dtype in zip(counts, self._dtypes, strict=True)]
-        self.data = torch.zeros(self._header.size + sum(sizes), dtype=torch.uint8)
+        nbytes = self._header.size + sum(sizes)
+        self.data = torch.zeros(nbytes, dtype=torch.uint8) if memory is None else memory[:nbytes]
         known = zip(self.data[self._header.size :].split(sizes), self._dtypes, counts, strict=True)
         self.gradients = [piece.view(dtype)[:count] for piece, dtype, count in known]
 
@@ -282,12 +310,3 @@ class Message:
 
 def _gradient_dtypes(params: Iterable[DistributedParameter]) -> list[torch.dtype]:
     return [(p if p.grad is None else p.grad).dtype for p in params]
-
-
-def exchange(comm: Communicator, own: Message, ward: Message, step: int, ring: Ring) -> None:
-    """Sends a rank's gradients to the keeper of its copy, and receives the gradients of its ward. Collective."""
-    own.pack(step)
-    sent = comm.send(own.data, ring.keeper_of(comm.rank), _LABEL)
-    received = comm.recv(ward.data, ring.ward_of(comm.rank), _LABEL)
-    sent.wait()
-    received.wait()

@@ -118,7 +118,7 @@ class Joining(Survival):
         params = all_parameters(ctx, keeper.optimizers())
         rendezvous = Reconnection(ctx)
         try:
-            steps = largest(steps_of(keeper.optimizers(), None), "steps", ctx.world.comm)
+            steps = largest(steps_of(keeper.optimizers()), "steps", ctx.world.comm)
             offer = broadcast_json(self._offer(ctx, rendezvous) if ctx.world.rank == at else {}, at, _LABEL)
         except CommunicationError:
             if not self._lost:

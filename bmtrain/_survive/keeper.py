@@ -1,4 +1,4 @@
-"""The copy that this rank keeps of another one, and the optimizers of which it is a copy.
+"""Replacement of another rank by this one: a copy, or on one host the memory of that rank (`shared.py`).
 
 [Note: Updates of copies]
 A copy is updated in a thread, beside the next forward and backward; nothing else reads it or writes to it until
@@ -21,9 +21,10 @@ from .._engine.engine import current_engine
 from .._ranks.agree import largest
 from .._ranks.context import Context
 from ..optim._sharded import ShardedOptimizer
-from .copies import Held, Message, Ward, all_parameters, exchange, is_copied
+from .copies import Held, Message, Ward, all_parameters, is_copied
 from .reshard import Before, own_shards, parts_of, shard_again, steps_of
 from .ring import Ring
+from .shared import SharedWard, may_share
 
 
 class Keeper:
@@ -31,8 +32,8 @@ class Keeper:
 
     Attributes:
         ring: the keeper of each rank's copy.
-        ward: the copy; None on a single rank.
-        is_whole: whether each rank's copy is there.
+        ward: the copy, or the ward's own memory; None on a single rank.
+        is_whole: whether each rank's copy, or memory, is there.
         is_stale: whether a rank has found damage, so that all copies are to be made again.
         damage: name of what is damaged in the copy on this rank, see [Note: Damaged copies].
         messages: gradients of the committed step: of this rank, of its ward, and of this rank's shards without copy.
@@ -40,12 +41,13 @@ class Keeper:
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
-        self.ward: Ward | None = None
+        self.ward: Ward | SharedWard | None = None
         self.is_whole = False
         self.is_stale = False
         self.damage = ""
         self.messages: tuple[Message, Message, Message] | None = None
         self.managers: list[weakref.ref[Any]] = []
+        self._can_share = True
         self._versions = 0, 0
         self._writes = 0
         self._gradients: list[tuple[int, int]] = []
@@ -86,19 +88,52 @@ class Keeper:
             raise RuntimeError(
                 "survive: expected an OptimManager with optimizers before the first loop over virtual shards"
             )
-        params = all_parameters(ctx, optimizers)
-        rank, size = ctx.world.rank, ctx.world.size
-        steps = largest(steps_of(optimizers, None), "steps", ctx.world.comm)
-        held = {rank: own_shards(optimizers, params)}
-        self.take(ctx, Before(held, range(size), parts_of(params), False, steps))
+        if self._can_share and may_share(ctx, optimizers):
+            self.settle()
+            self._share(ctx)
+        else:
+            self._copy(ctx)
         self.seal(ctx)
 
+    def _copy(self, ctx: Context) -> None:
+        """Makes copies, from the shards of the ranks that are there. Collective."""
+        optimizers = self.optimizers()
+        params = all_parameters(ctx, optimizers)
+        steps = largest(steps_of(optimizers), "steps", ctx.world.comm)
+        held = {ctx.world.rank: own_shards(optimizers, params)}
+        self.take(ctx, Before(held, range(ctx.world.size), parts_of(params), False, steps))
+
+    def _share(self, ctx: Context) -> None:
+        """Maps the memory of the ward, see [Note: Shared shards]. Collective."""
+        known = self.ward
+        is_moved = not isinstance(known, SharedWard) or not known.is_in_place()
+        if largest([int(is_moved)], "copies", ctx.world.comm)[0]:
+            self.leave()
+            shared = SharedWard(ctx, self.optimizers(), self.ring)
+            if not shared.meet(ctx):
+                self._can_share = False
+                self._copy(ctx)
+                return
+            self.ward, self._room = shared, None
+        self.damage, self.is_stale = "", False
+
+    def leave(self) -> None:
+        """Ends the use of shared memory."""
+        if isinstance(self.ward, SharedWard):
+            self.ward.leave()
+            self.ward = None
+
     def take(self, ctx: Context, before: Before) -> None:
-        """Shards everything over the present ranks and takes the copy of the ward. Collective."""
+        """Shards everything over the present ranks and takes the copy, or the memory, of the ward. Collective."""
         self.settle()
         self.is_whole, self._room = False, None
-        self.ward = shard_again(ctx, self.optimizers(), before, self.ring)
+        self.leave()
+        optimizers = self.optimizers()
+        shares = self._can_share and may_share(ctx, optimizers)
+        self.ward = shard_again(ctx, optimizers, before, self.ring, not shares)
         self.damage, self.is_stale = "", False
+        if shares:
+            self._share(ctx)
 
     def seal(self, ctx: Context) -> None:
         """Notes that each rank's copy is there. Collective."""
@@ -110,6 +145,8 @@ class Keeper:
 
     def is_current(self) -> bool:
         """Whether all copies are copies of the present parameters; the same on all ranks."""
+        if self.ward is not None and not self.ward.is_current():
+            return False
         return self.is_whole and not self.is_stale and self._version() == self._versions
 
     def note_versions(self) -> None:
@@ -171,11 +208,12 @@ class Keeper:
         params = [p for p in all_parameters(ctx, self.optimizers()) if p.grad is not None]
         copied, others = ([p for p in params if is_copied(p) is flag] for flag in (True, False))
         self.settle()  # see [Note: Memory of gradients]
+        self._writes += self.ward.create_state()
         messages, self._room = self._room, None  # an exchange that fails may write to its memory later
         if messages is None or not (messages[1].fits(copied) and messages[2].fits(others)):
-            rank, ward = ctx.world.rank, self.ward.rank
-            messages = Message(copied, rank), Message(copied, ward), Message(others, rank)
-        exchange(ctx.world.comm, *messages[:2], step, self.ring)
+            rank = ctx.world.rank
+            messages = *self.ward.messages(copied, rank), Message(others, rank)
+        self.ward.exchange(ctx.world.comm, *messages[:2], step, self.ring)
         messages[2].pack(step)
         self.messages = self._room = messages
         found = messages[1].header()[0]
@@ -198,18 +236,30 @@ class Keeper:
             own |= without_copy
         held = {ctx.world.rank: own_shards(optimizers, all_parameters(ctx, optimizers), own)}
         if ward is not None:
-            self.note_damage(ward.damage())
             held[ward.rank] = ward.held(other)
+            self.note_damage(ward.damage())
         return held
 
+    def ward_place(self) -> tuple[int, int]:
+        """Returns the rank of the ward, and the number of the last gate that it is known to have passed."""
+        return (self.ward.rank, self.ward.place()) if isinstance(self.ward, SharedWard) else (-1, 0)
+
     # ---- the step
+
+    def pass_gate(self, place: int) -> None:
+        """Notes that no rank needs another one for the rest of the step."""
+        self.messages = None  # of a step that is over
+        if isinstance(self.ward, SharedWard):
+            self.ward.pass_gate(place)
 
     def step(self, optimizer: Any, scale: float) -> None:
         """Starts the update of the copy as ``optimizer`` has just updated its parameters."""
         found, ward = self.optimizers(), self.ward
         number = next(number for number, known in enumerate(found) if known is optimizer)
         is_last = number == len(found) - 1
-        if ward is not None:
+        if isinstance(ward, SharedWard):
+            ward.note_update(number, optimizer, scale)
+        elif ward is not None:
             ward.take_options(number, optimizer)  # now: a scheduler may change them while the thread runs
             self._updates.append(self._thread.submit(self._update, ward, number, scale, is_last))
         if is_last:

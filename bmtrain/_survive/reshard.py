@@ -72,25 +72,24 @@ def parts_of(params: Sequence[DistributedParameter]) -> dict[DistributedParamete
     return {p: [p._spec.part(rank) for rank in range(p._spec.group.size)] for p in params}
 
 
-def steps_of(optimizers: Sequence[ShardedOptimizer], ward: Ward | None) -> list[int]:
-    """Returns for each parameter of each optimizer the number of its steps, as far as this rank knows."""
+def steps_of(optimizers: Sequence[ShardedOptimizer]) -> list[int]:
+    """Returns for each parameter of each optimizer the number of its steps; -1 where no update has begun its state."""
     steps = []
     for number, p, _ in arrays_of(optimizers):
-        known = [optimizers[number].state.get(p)]
-        if ward is not None and p in ward.params:
-            known.append(ward.optimizers[number].state.get(ward.params[p]))
-        steps.append(max((state["step"] for state in known if state), default=-1))
+        state, journal = optimizers[number].state.get(p), optimizers[number]._journal
+        is_fresh = not state or (journal is not None and p in journal.fresh)
+        steps.append(-1 if is_fresh else state["step"])
     return steps
 
 
 @torch.no_grad()
 def shard_again(
-    ctx: Context, optimizers: Sequence[ShardedOptimizer], before: Before, ring: Ring
+    ctx: Context, optimizers: Sequence[ShardedOptimizer], before: Before, ring: Ring, copies_ward: bool
 ) -> Ward | None:
-    """Gives each rank its shards, and a copy of the shards of its ward. Collective.
+    """Gives each rank its shards and, with ``copies_ward``, a copy of the shards of its ward. Collective.
 
     Returns:
-        The copy; None on a single rank.
+        The copy; None without it, and on a single rank.
     """
     comm, size, rank = ctx.world.comm, ctx.world.size, ctx.world.rank
     ward_rank = ring.ward_of(rank)
@@ -108,7 +107,7 @@ def shard_again(
         return whole.narrow(0, begin, count)
 
     ward = None
-    if size > 1:
+    if size > 1 and copies_ward:
         copied = [p for p in params if is_copied(p)]
         ward = Ward(ward_rank, {p: cut(p, wholes[p], ward_rank).clone() for p in copied}, optimizers)
     wholes.clear()
@@ -125,12 +124,14 @@ def shard_again(
     for number, p, names, step in found:
         entry: dict[str, Any] = {"step": step}
         copy: dict[str, Any] = {"step": step}
+        is_kept = ward is not None and p in ward.params
         for name in names:
             whole = next(state)
-            entry[name], copy[name] = cut(p, whole, rank).clone(), cut(p, whole, ward_rank).clone()
-        if p.numel():
-            entries[number][p] = entry
-        if ward is not None and p in ward.params and ward.params[p].numel():
+            entry[name] = cut(p, whole, rank).clone()
+            if is_kept:
+                copy[name] = cut(p, whole, ward_rank).clone()
+        entries[number][p] = entry
+        if ward is not None and is_kept:
             copies[number][ward.params[p]] = copy
     for number, optimizer in enumerate(optimizers):
         put_state(optimizer, entries[number])

@@ -260,7 +260,7 @@ class Survival:
             else:
                 self._place += 1
         self._clips.clear()  # a process that joins has none
-        self._keeper.messages = None  # of a step that is over
+        self._keeper.pass_gate(self._place)
 
     def step_copy(self, optimizer: Any, scale: float) -> None:
         """Starts the update of the copy as ``optimizer`` has just updated its parameters."""
@@ -277,8 +277,8 @@ class Survival:
         self._drop_what_runs(ctx)
         held = keeper.held(ctx, self._place // 2)
         params = all_parameters(ctx, keeper.optimizers())
-        steps, parts, ring = steps_of(keeper.optimizers(), keeper.ward), parts_of(params), keeper.ring
-        report = {"place": self._place, "steps": steps, "damage": keeper.damage}
+        steps, parts, ring = steps_of(keeper.optimizers()), parts_of(params), keeper.ring
+        report = {"place": self._place, "steps": steps, "damage": keeper.damage, "ward": keeper.ward_place()}
         tried: list[int] = []
         while True:
             rendezvous = Reconnection(ctx)
@@ -286,7 +286,7 @@ class Survival:
             decide = partial(self._decide, ctx, ring, rendezvous, sizes)
             patience = ctx.timeout * (2 if tried else 1)  # a try fails here at once, there after a time-out
             meeting = members.agree(report, self._lost, patience, decide)
-            places = {other["place"] for other in meeting.reports.values()}
+            places = _places_of(meeting.reports)
             if _are_beyond_a_gate(places):
                 if self._place == min(places):
                     self._place += 1  # the gate; this rank comes back when it has done the rest of the step
@@ -364,7 +364,7 @@ class Survival:
         """Returns what the first survivor tells all; ``sizes``: numbers of ranks that share a parameter."""
         if why := self._why_not(ctx, ring, sizes, reports):
             return {"why": why}
-        places = {other["place"] for other in reports.values()}
+        places = _places_of(reports)
         return {"given": {} if _are_beyond_a_gate(places) else rendezvous.serve(self._members)}
 
     def _why_not(self, ctx: Context, ring: Ring, sizes: set[int], reports: dict[int, dict[str, Any]]) -> str:
@@ -409,6 +409,13 @@ class Survival:
             engine.gradients.drop_stale()
         finally:
             self._let_be_void(False)
+
+
+def _places_of(reports: dict[int, dict[str, Any]]) -> set[int]:
+    """Returns the places of the ranks that report, and of lost ones whose keepers know of a later one."""
+    places = {report["place"] for report in reports.values()}
+    wards = [(report["place"], *report["ward"]) for report in reports.values()]
+    return places | {place for of_keeper, rank, place in wards if rank not in reports and place > of_keeper}
 
 
 def _are_beyond_a_gate(places: set[int]) -> bool:

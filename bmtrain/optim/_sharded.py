@@ -31,7 +31,7 @@ from ._grad_stats import check_overflow, forget_unsent, parameters_of
 from ._narrow import store_values, stored_shape
 from ._options import check_group
 from ._untraced import UntracedOptimizer
-from ._updates import Update
+from ._updates import Journal, Update
 from .formulas import Formula, Part
 from .places import OnDevice, OnDisk, Place
 from .places.ranges import ranges_of
@@ -61,6 +61,8 @@ class ShardedOptimizer(UntracedOptimizer):
     _place_class: type[Place]
     #: Whether `step_early` may be called, which each rank decides by itself.
     _may_step_early = True
+    #: Where each step is recorded; None: nowhere.
+    _journal: Journal | None = None
 
     def __init__(
         self,
@@ -193,17 +195,28 @@ class ShardedOptimizer(UntracedOptimizer):
             For each parameter and array ("value", "gradient", or its name in the state) the sums of its words before
             and after the update. See [Note: Checked steps] in the core.
         """
-        as_torch = isinstance(self._place, OnDevice)
         groups = [(group, self._with_gradients(group, group["params"])) for group in self.param_groups]
-        for part in [part for group, pairs in groups for part in self._parts_of(group, pairs, scale)]:
-            updates = part.updates
-            check = StepCheck([factors.get(u.param, []) for u in updates])
+        yield from self._apply_by_pieces(
+            [part for group, pairs in groups for part in self._parts_of(group, pairs, scale)], factors
+        )
+
+    def _apply_by_pieces(
+        self, parts: Iterable[Part], factors: Mapping[Tensor, list[float]]
+    ) -> Iterator[tuple[Tensor, str, int, int]]:
+        """Updates parts in host memory, recorded or else with the checksums that `step_checked` yields."""
+        as_torch, journal = isinstance(self._place, OnDevice), self._journal
+        for part in parts:
+            updates = [u._replace(grad=u.grad.contiguous()) for u in part.updates]
+            record = (
+                () if journal is None else (journal.core, [journal.first_pieces[u.param] for u in updates])
+            )
+            check = StepCheck([factors.get(u.param, []) for u in updates], *record)
             alone = [part._replace(updates=[u]) for u in updates]
             ranges = ranges_of(updates, part.names)
             part.formula.compute(ranges, alone, as_torch=as_torch, check=check)
             arrays = (*((MASTER,) if ranges.rounded else ()), "value", *part.names, "gradient")
             keys = [(u.param, array) for u in updates for array in arrays]
-            yield from ((*key, *sums) for key, *sums in zip(keys, check.before, check.after, strict=True))
+            yield from ((*key, *sums) for key, *sums in zip(keys, check.before, check.after, strict=False))
 
     @torch.no_grad()
     def step_early(self, groups: Sequence[tuple[dict[str, Any], Sequence[Tensor]]]) -> None:
@@ -251,7 +264,10 @@ class ShardedOptimizer(UntracedOptimizer):
             for update in part.updates:
                 if MASTER in update.state:
                     self._mark_seen(update.param)
-        self._place.apply(parts, self._states, is_early=is_early)
+        if self._journal is not None:
+            list(self._apply_by_pieces(parts, {}))
+        else:
+            self._place.apply(parts, self._states, is_early=is_early)
 
     def _parts_of(
         self, group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]], scale: float
@@ -268,7 +284,8 @@ class ShardedOptimizer(UntracedOptimizer):
             self._prepare(p, states[p])
             if self._updates(p):
                 kind = wide if p.dtype is torch.float32 else low
-                kind.append(Update(p, grad, states[p], is_fresh))
+                begins = is_fresh or (self._journal is not None and p in self._journal.fresh)
+                kind.append(Update(p, grad, states[p], begins))
         for updates in (low, wide):
             if updates:
                 numbers = formula.numbers_of(group, is_low=updates is low, scale=scale)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from .._C import StepJournal
 
 
 class Update(NamedTuple):
@@ -42,3 +45,17 @@ class Ranges(NamedTuple):
     arrays: list[list[Tensor]]
     steps: list[int]
     fresh: list[bool]
+
+
+class Journal(NamedTuple):
+    """The record by which another process completes the steps of an optimizer.
+
+    Attributes:
+        core: the record.
+        first_pieces: place of each parameter in it.
+        fresh: parameters whose arrays begin with this step, although they were allocated before it.
+    """
+
+    core: StepJournal
+    first_pieces: Mapping[Any, int]
+    fresh: frozenset[Any] = frozenset()

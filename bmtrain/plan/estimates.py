@@ -26,7 +26,7 @@ class MemoryEstimate:
         host_usable: host memory of the node.
         pool_peak: peak of the buffers lent by the runtime's BufferPool.
         wire: this rank's share of the memory that the ranks of a host map together, and receive buffers of reductions.
-        copies: of another rank's shards and optimizer state, and of three times its gradients.
+        copies: of gradients, and of another rank's shards, optimizer state and gradients unless it shares memory.
         disk: buffers through which blocks on drives pass.
         kernels: code and buffers of products in 16 bits, which libraries for processors make for each shape and keep.
     """

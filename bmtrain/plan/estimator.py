@@ -254,7 +254,7 @@ def estimate(
     memory = _memory(
         result, machine, on_host + pinned + moved["optimizer"], _wire_bytes(local, network, policy, result)
     )
-    copies = _copy_bytes(local, network, policy, states) if policy.survive else 0
+    copies = _copy_bytes(local, network, policy, machine, states) if policy.survive else 0
     kernels = _kernel_bytes(local, policy) if machine.shares_memory else 0.0
     return Plan(
         model=model,
@@ -285,9 +285,15 @@ def _stage_of(machine: Machine, policy: TrainingPolicy) -> int:
 
 
 def _copy_bytes(
-    model: ModelDescription, network: Network, policy: TrainingPolicy, states: dict[str, int]
+    model: ModelDescription,
+    network: Network,
+    policy: TrainingPolicy,
+    machine: Machine,
+    states: dict[str, int],
 ) -> int:
-    """Returns the copy of another rank's state that continues without it."""
+    """Returns what continues without another rank: gradients, and where ranks do not share memory, its state."""
+    if machine.num_nodes == 1 and not policy.offload:
+        return states["gradients"]
     copied = states
     if (
         policy.block_policy().num_sharing(network.size) < network.size

@@ -165,11 +165,20 @@ void bind_steps(py::module_& module) {
              "A sum over the memory of each tensor, which any one bit changes.");
   module.def("copy_and_sum", &copy_and_sum_of, NoGil(), py::arg("places"), py::arg("tensors"),
              "Copies tensors to places of as many bytes, and returns their word_sums.");
+  py::class_<StepJournal, std::shared_ptr<StepJournal>>(
+      module, "StepJournal", "A record of a step, with which another process can complete it.")
+      .def(py::init<at::Tensor, std::int64_t>(), py::arg("memory"), py::arg("num_pieces"))
+      .def_static("nbytes", &StepJournal::nbytes, py::arg("num_pieces"))
+      .def_static("head_nbytes", &StepJournal::head_nbytes, py::arg("num_pieces"))
+      .def_static("num_pieces_of", &StepJournal::num_pieces_of, py::arg("numel"))
+      .def_property_readonly("step", &StepJournal::step)
+      .def("start", &StepJournal::start, py::arg("step"));
   py::class_<StepCheck>(module, "StepCheck")
-      .def(py::init([](std::vector<std::vector<double>> factors) {
-             return StepCheck{std::move(factors), {}, {}};
+      .def(py::init([](std::vector<std::vector<double>> factors, std::shared_ptr<StepJournal> journal,
+                       Integers first_pieces) {
+             return StepCheck{std::move(factors), std::move(journal), std::move(first_pieces), {}, {}};
            }),
-           py::arg("factors"))
+           py::arg("factors"), py::arg("journal") = nullptr, py::arg("first_pieces") = Integers())
       .def_readonly("before", &StepCheck::before)
       .def_readonly("after", &StepCheck::after);
   module.def("adam_step", &adam_step_of, py::arg("weights"), py::arg("rounded"), py::arg("grads"),

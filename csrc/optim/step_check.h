@@ -1,17 +1,20 @@
-// Checksums of what a step reads and writes, taken while it is in the caches.
+// What a step does beside its update while a piece of memory is in the caches: checksums, or a journal.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "optim/step_journal.h"
 
 namespace bmtrain {
 
-/// What a step over the copy of another rank's shards does beside it. For each tensor in turn the sums are
-/// those of the weight, the rounded weight where there is one, the arrays of the state, and the gradient.
+/// A step piece by piece. With a journal its pieces are recorded there. Without, as over the copy of another
+/// rank's shards, they are summed. For each tensor in turn the sums are those of the weight, the rounded
+/// weight where there is one, the arrays of the state, and the gradient.
 ///
 /// [Note: Checked steps]
 /// Memory takes longer to read than a step to compute. So each piece of a tensor, small enough for the first
@@ -19,7 +22,9 @@ namespace bmtrain {
 /// has been updated: the whole copy is of no use then.
 struct StepCheck {
   std::vector<std::vector<double>> factors;  // each gradient is multiplied by, one after the other, in place
-  std::vector<std::int64_t> before, after;   // see word_sum.h; after the step none of the gradient: 0
+  std::shared_ptr<StepJournal> journal = nullptr;
+  std::vector<std::int64_t> first_pieces;   // in the journal, of each tensor
+  std::vector<std::int64_t> before, after;  // see word_sum.h; after the step none of the gradient: 0
 
   /// The step, on slices that are a tensor each, with these gradients.
   void step(const std::vector<cpu::AdamSlice>& slices, at::TensorList grads);

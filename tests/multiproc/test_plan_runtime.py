@@ -206,10 +206,11 @@ def test_parameters_take_the_rules_that_the_optimizer_chooses() -> None:
     run_ranks(2, rules_of_odd_blocks)
 
 
-def copies_for_the_loss_of_a_rank(level: int) -> tuple[float, int]:
-    policy = TrainingPolicy(level=level, micro_batch=2, survive=True)
+def copies_for_the_loss_of_a_rank(level: int, offload: int) -> tuple[float, int]:
+    policy = TrainingPolicy(level=level, micro_batch=2, survive=True, offload=offload)
     model, manager = gpt(policy, torch.float32, DIM), bmt.optim.OptimManager()
-    manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters()))
+    kind = bmt.optim.AdamOffloadOptimizer if offload else bmt.optim.AdamOptimizer
+    manager.add_optimizer(kind(model.parameters()))
     described = describe_module(model, torch.randint(0, 101, (2, 33)))
     for shard in bmt.virtual_shards(0):
         manager.backward(model(shard.of(torch.randint(0, 101, (8, 33)))))
@@ -217,20 +218,25 @@ def copies_for_the_loss_of_a_rank(level: int) -> tuple[float, int]:
     for shard in bmt.virtual_shards(1):
         manager.backward(model(shard.of(torch.randint(0, 101, (8, 33)))))
     keeper = context().survival._keeper
-    tensors = [message.data for message in keeper.messages]  # gradients of the copy among them
-    for param in keeper.ward.params.values():
-        state = keeper.ward.optimizers[0].state.get(param, {})  # none of an empty shard
-        tensors += [x for x in (param, *state.values()) if isinstance(x, torch.Tensor)]
+    own, of_ward, others = (message.data for message in keeper.messages)
+    counted = own.nbytes + others.nbytes
+    if offload:  # else what the ward has is its own memory
+        tensors = [of_ward]
+        for param in keeper.ward.params.values():
+            state = keeper.ward.optimizers[0].state.get(param, {})  # none of an empty shard
+            tensors += [x for x in (param, *state.values()) if isinstance(x, torch.Tensor)]
+        storages = {storage.data_ptr(): storage for storage in map(torch.Tensor.untyped_storage, tensors)}
+        counted += sum(storage.nbytes() for storage in storages.values())
     machine = MACHINES["a100-80gb"].with_devices(bmt.world_size())
-    storages = {storage.data_ptr(): storage for storage in map(torch.Tensor.untyped_storage, tensors)}
-    counted = sum(storage.nbytes() for storage in storages.values())
     return estimate(described, machine, policy).memory.copies, counted
 
 
+@pytest.mark.parametrize("offload", [0, 1])
 @pytest.mark.parametrize("level", [0, 3])
-def test_copies_for_the_loss_of_a_rank_are_predicted(level: int) -> None:
+def test_copies_for_the_loss_of_a_rank_are_predicted(level: int, offload: int) -> None:
     init = {"virtual_shards": 4, "survive": 1}
-    for predicted, counted in run_ranks(2, copies_for_the_loss_of_a_rank, level, init=init, fresh=True):
+    found = run_ranks(2, copies_for_the_loss_of_a_rank, level, offload, init=init, fresh=True)
+    for predicted, counted in found:
         assert predicted == pytest.approx(counted, rel=0.03 if level else 0.04)
 
 

@@ -87,6 +87,12 @@ def cut(agree: Any, ctx: Any, *own: int) -> Any:
     raise CommunicationError("cut")
 
 
+def update_in_part(update: Any, parts: list[Any], factors: Any) -> None:
+    *others, last = parts
+    list(update([*others, last._replace(updates=last.updates[:-1])], factors))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Fault:
     """What happens to one rank at one place of one step, or ``after`` so many seconds from it."""
 
@@ -142,6 +148,8 @@ class Fault:
             replace_once(_context.context().survival, "_agree", cut)
         elif self.what == "a process waits":
             replace_once(_context.context().survival, "waiting_at", lambda *_: bmt.rank() + 1)
+        elif self.what == "kill in the update":  # of the last parameter
+            replace_once(keeper.optimizers()[0], "_apply_by_pieces", update_in_part)
         elif self.what == "flip in the copy":
             keeper.settle()
             copies = [copy for copy in keeper.ward.params.values() if copy.numel()]
@@ -292,13 +300,23 @@ def test_without_a_loss(dtype, offload):
     + [(0, "forward", "raise"), (1, "step", "raise")],
 )
 def test_one_rank_is_lost(rank, place, what):
+    """In memory that ranks share (Adam), and with copies (AdamOffload)."""
     dtype, offload = ("bfloat16", True) if rank else ("float32", False)
     survive(1, dtype, offload, (rank, 2, place, what))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("step", [0, 2])
+def test_two_die_in_updates(step, dtype):
+    """The second one in the step after the recovery; with ``step`` 0 state has just begun."""
+    faults = ((rank, at, "step", "kill in the update") for rank, at in ((1, step), (3, step + 1)))
+    survive(2, dtype, False, *faults)
+
+
+@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_one_after_the_other(transport):
-    survive(2, "float32", True, (1, 1, "forward"), (3, 3, "clip"), transport=transport)
+def test_one_after_the_other(transport, offload):
+    survive(2, "float32", offload, (1, 1, "forward"), (3, 3, "clip"), transport=transport)
 
 
 #: Policies of Blocks whose shards other ranks hold too, and the first two faults of a job.
@@ -374,14 +392,14 @@ def test_a_rank_that_is_only_slow_is_not_lost():
 )
 def test_a_flipped_bit_is_named_and_not_trained_on(rank, what, named):
     """The copy of rank 0, on rank 1, is made again: rank 0 is lost some steps later."""
-    outcomes = survive(1, "float32", False, (rank, 2, "backward", f"flip in {what}"), (0, 5, "loop end"))
+    outcomes = survive(1, "float32", True, (rank, 2, "backward", f"flip in {what}"), (0, 5, "loop end"))
     assert f"bmtrain: damaged: {named}" in outcomes[1].output
     assert ", in the copy of rank 0; it is not used: all copies are made again" in outcomes[1].output
 
 
 def test_a_damaged_copy_does_not_replace_its_rank(tmp_path):
     faults = (2, 2, "backward", "flip in the copy"), (1, 2, "loop end")
-    outcomes = outcomes_of(4, "float32", False, faults, False, str(tmp_path))
+    outcomes = outcomes_of(4, "float32", True, faults, False, str(tmp_path))
     for rank in (0, 2, 3):
         assert "rank 1 was lost and cannot be replaced, as there is damage: exp_avg of" in str(outcomes[rank])
         assert "checkpoint: continue with checkpoint.load(" in str(outcomes[rank])
@@ -422,7 +440,7 @@ def what_is_copied(policy: dict[str, Any]) -> tuple[int, int, int]:
     with bmt.default_policy(bmt.BlockPolicy(**policy)):
         model = bmt.BMTrainModelWrapper(Model())
     manager = bmt.optim.OptimManager()
-    manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters()))
+    manager.add_optimizer(bmt.optim.AdamOffloadOptimizer(model.parameters()))
     for step in range(2):
         before = _context.context().world.comm.traffic().get("send", (0, 0))
         for _ in bmt.virtual_shards(step):

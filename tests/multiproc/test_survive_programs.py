@@ -12,7 +12,10 @@ import torch
 from harness import Status, rank_outcomes, run_ranks
 
 import bmtrain as bmt
+from bmtrain._ranks.context import context
 from bmtrain._survive.copies import Ward
+from bmtrain._survive.memory_file import MemoryFile
+from bmtrain._survive.shared import SharedWard
 
 SHARDS, STEPS = 8, 6
 LOST = {2: 1, 4: 0}  # rank by step
@@ -22,6 +25,8 @@ def train(program: str, loses: bool) -> Any:
     torch.manual_seed(3)
     plain = torch.nn.Sequential(torch.nn.Linear(12, 30), torch.nn.Dropout(0.1), torch.nn.Linear(30, 5))
     model = bmt.BMTrainModelWrapper(plain)
+    if program == "memory that a rank cannot map" and bmt.rank() == 1:
+        MemoryFile.of_process = classmethod(lambda *_: None)  # type: ignore[assignment, method-assign]
     params = list(model.parameters())
     optimizers: list[Any] = [bmt.optim.AdamOptimizer(params, lr=0.01, weight_decay=0.01)]
     if program == "two optimizers":
@@ -65,6 +70,10 @@ def train(program: str, loses: bool) -> Any:
         schedule.step()
         losses.append(shards.mean(own).item())
         opened.append(len(os.listdir("/proc/self/fd")))
+        if bmt.world_size() > 1:
+            survival: Any = context().survival
+            copies = not isinstance(survival._keeper.ward, SharedWard)
+            assert copies is (program == "memory that a rank cannot map")
     states = [optimizer.state_dict(gather=True)["state"] for optimizer in optimizers]
     return losses, {**model.state_dict(), **dict(enumerate(torch.utils._pytree.tree_leaves(states)))}, opened
 
@@ -74,7 +83,10 @@ def outcomes_of(program: str) -> list[Any]:
     return rank_outcomes(4, train, program, True, init=init, fresh=True, timeout=100)
 
 
-@pytest.mark.parametrize("program", ["options", "two optimizers", "data", "assigned", "frozen in turn"])
+@pytest.mark.parametrize(
+    "program",
+    ["options", "two optimizers", "data", "assigned", "frozen in turn", "memory that a rank cannot map"],
+)
 def test_same_bits(program: str) -> None:
     ((losses, values, _),) = run_ranks(1, train, program, False, init={"virtual_shards": SHARDS})
     kept = [outcome.value for outcome in outcomes_of(program) if outcome.status is Status.RETURNED]
@@ -108,7 +120,7 @@ def count_updates_beside_a_forward() -> int:
     """Updates of copies that began in a step and end only when the next forward has run."""
     model = bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4))
     manager = bmt.optim.OptimManager()
-    manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=0.01))
+    manager.add_optimizer(bmt.optim.AdamOffloadOptimizer(model.parameters(), lr=0.01))
     updated, forward, update = [], threading.Event(), Ward.step
 
     def update_after_a_forward(ward: Ward, number: int, scale: float) -> None:

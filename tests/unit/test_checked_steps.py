@@ -1,13 +1,19 @@
-"""Steps of copies: the bits of plain steps, and the sums of what they read and write."""
+"""Steps by pieces: the bits of plain steps, the sums of what they read and write, and a record to complete them."""
 
 from __future__ import annotations
 
+import mmap
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from bmtrain._C import StepCheck, adam_step, copy_and_sum, lion_step, sgd_step, word_sums
+from bmtrain._C import StepCheck, StepJournal, adam_step, copy_and_sum, lion_step, sgd_step, word_sums
 from bmtrain._ops import scale_
 
 SIZES = (1, 2048, 5003)
@@ -26,30 +32,44 @@ LION = {**COMMON, "beta1": 0.9, "beta2": 0.99}
 FACTORS = [[], [0.37], [0.5, 1 / 3]]
 
 
+def shared_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory that forked processes share."""
+    memory = mmap.mmap(-1, tensor.nbytes)
+    return torch.frombuffer(memory, dtype=tensor.dtype).copy_(tensor)
+
+
 class Lists:
     """Parallel lists of tensors, the same each time; ``dtype`` is that of gradients and rounded weights."""
 
-    def __init__(self, kind: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        kind: str,
+        dtype: torch.dtype,
+        sizes: Sequence[int] = SIZES,
+        place: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone,
+    ) -> None:
         generator = torch.Generator().manual_seed(1)
 
         def draw() -> list[torch.Tensor]:
-            return [torch.randn(size, generator=generator) for size in SIZES]
+            return [torch.randn(size, generator=generator) for size in sizes]
 
         self.kind, self.weights = kind, draw()
         self.rounded = [] if dtype is torch.float32 else [w.to(dtype) for w in self.weights]
         self.grads = [grad.to(dtype) for grad in draw()]
         self.state = [draw(), [x.square() for x in draw()]] if kind == "adam" else [draw()]
+        self.weights, self.rounded = list(map(place, self.weights)), list(map(place, self.rounded))
+        self.state = [list(map(place, arrays)) for arrays in self.state]
 
-    def step(self, check: StepCheck | None = None) -> None:
-        lists, sizes = (self.weights, self.rounded, self.grads, *self.state), [1] * len(SIZES)
+    def step(self, check: StepCheck | None = None, number: int = 3) -> None:
+        count = len(self.weights)
+        lists, sizes = (self.weights, self.rounded, self.grads, *self.state), [1] * count
         if self.kind == "adam":
-            options = [ADAM] * len(SIZES)
             is_fp32 = not self.rounded
-            adam_step(*lists, [3] * len(SIZES), sizes, options, as_torch=is_fp32, check=check)
+            adam_step(*lists, [number] * count, sizes, [ADAM] * count, as_torch=is_fp32, check=check)
         elif self.kind == "sgd":
-            sgd_step(*lists, [False] * len(SIZES), sizes, [SGD] * len(SIZES), check=check)
+            sgd_step(*lists, [False] * count, sizes, [SGD] * count, check=check)
         else:
-            lion_step(*lists, sizes, [LION] * len(SIZES), check=check)
+            lion_step(*lists, sizes, [LION] * count, check=check)
 
     def arrays(self) -> list[torch.Tensor]:
         """The arrays of each tensor in turn, the gradient last."""
@@ -92,3 +112,86 @@ def test_a_copy_and_its_sum(size):
     assert torch.equal(place, tensor)
     with pytest.raises(ValueError, match="copy_and_sum: expected contiguous CPU tensors of one size"):
         copy_and_sum([place], [torch.zeros(size + 1)])
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd", "lion"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_that_a_dead_process_left_is_completed(kind, dtype):
+    """The process is killed at a random moment of steps without an end."""
+    sizes = (5003, 40000, 1)
+    counts = [StepJournal.num_pieces_of(size) for size in sizes]
+    first_pieces = [sum(counts[:k]) for k in range(len(counts))]
+    expected, done = Lists(kind, dtype, sizes), 0
+    left = Lists(kind, dtype, sizes, shared_tensor)
+    memory = shared_tensor(torch.zeros(StepJournal.nbytes(sum(counts)), dtype=torch.uint8))
+    for _ in range(4):
+        # The child computes with one thread: those of the pool are not there after a fork.
+        child = os.fork()
+        if child == 0:
+            journal = StepJournal(memory, sum(counts))
+            for step in range(done + 1, 1 << 30):
+                journal.start(step)
+                left.step(StepCheck([[]] * len(sizes), journal, first_pieces), number=step)
+        while memory.view(torch.int64)[0] <= done:
+            time.sleep(0.001)
+        time.sleep(random.uniform(0, 0.02))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        journal = StepJournal(memory, sum(counts))
+        number = journal.step
+        left.step(StepCheck([[]] * len(sizes), journal, first_pieces), number=number)
+        for step in range(done + 1, number + 1):
+            expected.step(number=step)
+        done = number
+        for one, other in zip(expected.arrays(), left.arrays(), strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("kind", ["adam", "sgd", "lion"])
+def test_recorded_steps(kind, threads):
+    """A step that has run is not run again."""
+    sizes = (300_000, 5003)
+    plain, recorded = Lists(kind, torch.bfloat16, sizes), Lists(kind, torch.bfloat16, sizes)
+    counts = [StepJournal.num_pieces_of(size) for size in sizes]
+    memory = shared_tensor(torch.zeros(StepJournal.nbytes(sum(counts)), dtype=torch.uint8))
+    journal, known = StepJournal(memory, sum(counts)), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for number in (1, 1, 2):
+            journal.start(number)
+            recorded.step(StepCheck([[], []], journal, [0, counts[0]]), number=number)
+    finally:
+        torch.set_num_threads(known)
+    for number in (1, 2):
+        plain.step(number=number)
+    for one, other in zip(plain.arrays(), recorded.arrays(), strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_a_piece_that_was_being_updated_is_put_back():
+    """A journal with a piece in a slot and another one done, as a process leaves them."""
+    plain, torn = Lists("adam", torch.float32, (5000,)), Lists("adam", torch.float32, (5000,))
+    memory = torch.zeros(StepJournal.nbytes(3) + 64, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % 64 :][: StepJournal.nbytes(3)]
+    head, slots = memory.view(torch.int64), memory[StepJournal.head_nbytes(3) :].view(torch.float32)
+    head[0] = head[1 + 0] = 7  # the first piece is done
+    head[1 + 3 + 5] = 1 + 2  # the third one is in a slot
+    arrays = torn.weights[0], torn.state[0][0], torn.state[1][0]
+    for k, array in enumerate(arrays):
+        slots[5 * 4 * 2048 :][k * 904 :][:904] = array[4096:]
+        array[4096:4500] = float("nan")
+    plain.step(number=7)
+    for array, updated in zip(arrays, (plain.weights[0], plain.state[0][0], plain.state[1][0]), strict=True):
+        array[:2048] = updated[:2048]
+    torn.step(StepCheck([[]], StepJournal(memory, 3), [0]), number=7)
+    for one, other in zip(plain.arrays(), torn.arrays(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("num_pieces", "offset"), [(100, 0), (2, 8)])
+def test_memory_that_does_not_fit_a_journal(num_pieces, offset):
+    memory = torch.zeros(StepJournal.nbytes(2) + 128, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % 64 + offset :][: StepJournal.nbytes(2)]
+    with pytest.raises(ValueError, match=r"journal: expected \d+ contiguous bytes"):
+        StepJournal(memory, num_pieces)
