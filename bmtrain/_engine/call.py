@@ -293,8 +293,8 @@ class BlockCall:
         if not Variable._execution_engine.is_checkpoint_valid():
             raise RuntimeError(
                 f"{label}: torch.autograd.grad() and backward(inputs=...) cannot be used through a Block, because "
-                "the gradients of its parameters are reduced over the ranks on the way; use backward(), which "
-                "leaves an input's gradient in its .grad"
+                "the gradients of its parameters are reduced over the ranks on the way; use backward(), which leaves "
+                "an input's gradient in .grad; for create_graph, grad() in the forward of a use_checkpoint=False Block"
             )
         if torch.is_grad_enabled():
             raise RuntimeError(f"{label}: a Block cannot be differentiated twice (create_graph=True)")

@@ -638,3 +638,35 @@ def gradients_of_inputs() -> None:
 
 def test_gradients_of_inputs_in_blocks_are_refused() -> None:
     run_ranks(1, gradients_of_inputs)
+
+
+class GradientNorm(torch.nn.Module):
+    """The norm of a network's gradient, taken where the Block that holds the network runs."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.inner(x).sum(), x, create_graph=True)[0].square().sum()
+
+
+def gradient_norms() -> None:
+    inner = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    plain, x = GradientNorm(copy.deepcopy(inner)), torch.ones(2, 4)
+    outside = GradientNorm(bmt.Block(bmt.BMTrainModelWrapper(copy.deepcopy(inner)), use_checkpoint=False))
+    with pytest.raises(
+        RuntimeError, match="create_graph, grad.. in the forward of a use_checkpoint=False Block"
+    ):
+        outside(x)
+    inside = bmt.Block(bmt.BMTrainModelWrapper(GradientNorm(inner)), use_checkpoint=False)
+    for model in (plain, inside):
+        model(x).backward()
+    for p, q in zip(plain.parameters(), inside.parameters(), strict=True):
+        full = torch.zeros_like(p) if p.grad is None else p.grad * bmt.world_size()
+        torch.testing.assert_close(q.gather_grad(), full)
+
+
+def test_a_gradient_penalty_inside_a_block_is_that_of_torch() -> None:
+    run_ranks(2, gradient_norms)
