@@ -71,6 +71,18 @@ def assert_alike(described: ModelDescription, by_numbers: ModelDescription) -> N
     assert ours.activation_bytes == pytest.approx(wanted.activation_bytes, rel=0.07)
 
 
+@pytest.mark.parametrize(("tp", "sp"), [(2, 1), (1, 4), (2, 4)])
+def test_a_rank_s_share_of_a_block(tp: int, sp: int) -> None:
+    model = gpt2(6, 256, 4, vocab_size=1000, seq_len=128, dtype=torch.float32)
+    whole, own = model.blocks[0], model.sliced(tp, 1, sp).blocks[0]
+    for name in ("flops", "last_matmul_flops", "flops_between_kept", "gradient_bytes", "kept_bytes"):
+        assert getattr(own, name) == getattr(whole, name) / (tp * sp), name
+    assert own.attention_bytes == tuple(nbytes / (tp * sp) for nbytes in whole.attention_bytes)
+    assert own.input_bytes == whole.input_bytes / sp
+    assert own.muon_flops == whole.muon_flops / tp
+    assert own.tp_exchange_bytes == 2 * whole.input_bytes / sp
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_llama_and_its_configuration_are_described_alike(tied: bool) -> None:
     transformers = pytest.importorskip("transformers")
