@@ -140,6 +140,9 @@ class Keeper:
         ctx.world.comm.barrier("copies")
         if self.ward is not None:
             self.ward.seal()
+        for block in current_engine(ctx).blocks:
+            for buffer in block.buffers:
+                buffer.keep_gradient_memory()
         self.is_whole = ctx.world.size > 1
         self.note_versions()
 

@@ -223,6 +223,7 @@ void bind_buffer(py::module_& m) {
           "use_gradient_memory",
           [](ShardedBuffer& self, const at::Tensor& memory) { self.gradient_shard().use_memory(memory); },
           py::arg("memory"))
+      .def("keep_gradient_memory", [](ShardedBuffer& self) { self.gradient_shard().keep_memory(); })
       .def("adopt_data", &ShardedBuffer::adopt_data)
       .def(
           "set_hooks",

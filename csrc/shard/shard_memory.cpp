@@ -341,7 +341,7 @@ void GradientShard::publish(const std::vector<bool>& trains) const {
 }
 
 bool GradientShard::drop_if_unused() {
-  if (!flat_.defined() || num_references() > 1) {
+  if (keeps_memory_ || !flat_.defined() || num_references() > 1) {
     return false;
   }
   flat_ = at::Tensor();  // a user who holds a view keeps it as it is

@@ -82,8 +82,9 @@ class GradientShard {
   /// them.
   void publish(const std::vector<bool>& trains) const;
   /// Frees the memory once no `.grad` uses it, so that it is not there while activations are; returns whether
-  /// there was any.
+  /// there was any. Not after keep_memory(): new pages take longer than the sums that are written to them.
   bool drop_if_unused();
+  void keep_memory() { keeps_memory_ = true; }
 
  private:
   enum class Mode : std::uint8_t {
@@ -100,6 +101,7 @@ class GradientShard {
   const BufferSpec& spec_;
   at::Tensor flat_;
   at::Tensor next_memory_;  // of the next one
+  bool keeps_memory_ = false;
 };
 
 /// `parameter.set_data(data)` across devices, which torch refuses from the meta device. The parameter stays

@@ -143,3 +143,25 @@ def count_updates_beside_a_forward() -> int:
 def test_a_copy_is_updated_beside_the_next_forward() -> None:
     init = {"virtual_shards": 4, "survive": 1}
     assert run_ranks(2, count_updates_beside_a_forward, init=init, fresh=True) == [2, 2]
+
+
+def places_of_gradients() -> set[int]:
+    """Addresses of the gradients of a Block in several steps."""
+    block = bmt.Block(bmt.BMTrainModelWrapper(torch.nn.Linear(64, 64)))
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(bmt.optim.AdamOptimizer(block.parameters(), lr=0.01))
+    places = set()
+    for step in range(3):
+        manager.zero_grad()
+        for _ in bmt.virtual_shards(step):
+            manager.backward(block(torch.ones(2, 64)).sum())
+        places.add(next(block.parameters()).grad.data_ptr())
+        kept = torch.empty(1 << 16)  # in the place of what was freed
+        manager.step()
+        assert len(kept)
+    return places
+
+
+def test_gradients_stay_in_their_memory() -> None:
+    for places in run_ranks(2, places_of_gradients, init={"virtual_shards": 4, "survive": 1}, fresh=True):
+        assert len(places) == 1
