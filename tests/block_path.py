@@ -24,7 +24,7 @@ FILES, LINES = 14, 2996
 #: memory of the host, virtual shards). And their ceilings.
 CORE = ("csrc/shard/*", "csrc/comm/communicator.*")
 FEATURES = ("host_lane", "tree_sum")
-CORE_FILES, CORE_LINES = 14, 2791
+CORE_FILES, CORE_LINES = 14, 2793
 #: Steps in which the order of calls is learnt, before the one that is measured.
 LEARNING_STEPS = 2
 

@@ -23,14 +23,14 @@ PYTHON = {
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5640),
     "files": ("_files dcp distributed store weights", 4664),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10098),
-    "survive": ("_survive survive", 2628),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_845),
+    "survive": ("_survive survive", 2648),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_846),
 }
 CORE = {
-    "bindings": (". bindings ops", 1524),
+    "bindings": (". bindings ops", 1525),
     "common": ("common", 973),
     "comm": ("comm", 6747),
-    "shard": ("shard", 2717),
+    "shard": ("shard", 2719),
     "disk": ("disk", 900),
     "optim": ("optim", 2179),
     "cpu": ("cpu", 2501),

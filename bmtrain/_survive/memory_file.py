@@ -102,6 +102,17 @@ class MemoryFile:
             os.close(descriptor)
 
     @classmethod
+    def new(cls, nbytes: int) -> tuple[MemoryFile, int]:
+        """Returns a new file of zeros, and its descriptor for other processes. Raises OSError."""
+        descriptor = os.memfd_create("bmtrain", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, nbytes)
+            return cls(os.dup(descriptor)), descriptor
+        except OSError:
+            os.close(descriptor)
+            raise
+
+    @classmethod
     def of_process(cls, process: int, descriptor: int, mark: str) -> MemoryFile | None:
         """Maps the file that a process has open; None if that is not possible, or the file has another mark."""
         try:

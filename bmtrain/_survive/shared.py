@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .._base.unseen import TORCH_DATA, data_of, gradient_of
-from .._C import Communicator, StepJournal
+from .._C import Communicator, StepJournal, lend
 from .._engine.engine import current_engine
 from .._ranks import shm_meeting
 from .._ranks.agree import gather_json, largest
@@ -79,6 +80,7 @@ class SharedWard:
         self._gate = 0  # of the last update
         self._updated_from: Message | None = None
         self._updated_with: dict[DistributedParameter, list[float]] = {}
+        self._trained: frozenset[DistributedParameter] = frozenset()
         self._updates: list[_Update] = []
         self._damage = ""
 
@@ -94,11 +96,10 @@ class SharedWard:
         current_engine(ctx).drop_ahead()
         told: dict[str, Any] = {"process": os.getpid(), "file": -1, "mark": "", "places": self._layout.places}
         file = None
-        if not shm_meeting.why_not():
-            told["file"] = os.memfd_create("bmtrain", os.MFD_CLOEXEC)
-            os.ftruncate(told["file"], self._layout.nbytes)
-            file = MemoryFile(os.dup(told["file"]))
-            told["mark"] = file.make_mark()
+        with suppress(OSError):
+            if not shm_meeting.why_not():
+                file, told["file"] = MemoryFile.new(self._layout.nbytes)
+                told["mark"] = file.make_mark()
         try:
             found = gather_json(told, _LABEL, ctx.world.comm)[self.rank]
             of_ward = MemoryFile.of_process(found["process"], found["file"], found["mark"])
@@ -119,8 +120,12 @@ class SharedWard:
                 moved = self._file.tensor(offset, buffer.shard.numel(), buffer.shard.dtype)
                 buffer.use_shard_memory(moved.copy_(buffer.shard))
         for p, offset in self._layout.alone:
-            moved = self._file.tensor(offset, p.numel(), p.dtype)
-            TORCH_DATA.__set__(p, moved.copy_(data_of(p).reshape(-1)).view(p.shape))
+            value, moved = data_of(p), self._file.tensor(offset, p.numel(), p.dtype)
+            moved.copy_(value.reshape(-1))
+            if p.numel() and value.untyped_storage().nbytes() == value.nbytes:
+                lend(value, moved)  # views that a script holds stay views
+            else:
+                TORCH_DATA.__set__(p, moved.view(p.shape))
         for (number, p, names), offsets in zip(self._arrays, places.states, strict=True):
             self._move_state(number, p, names, offsets)
         journal = self._file.between(places.journal, places.journal + StepJournal.nbytes(places.num_pieces))
@@ -217,6 +222,8 @@ class SharedWard:
         """Notes that this rank will update its shards, and from what its ward updates its own."""
         self._gate, self._updates = place, []
         self._updated_from, self._updated_with = self._message, self._factors
+        params = () if self._message is None else self._message.params
+        self._trained = frozenset(p for p in params if p.requires_grad)
         self._core.start(place)
 
     def note_update(self, number: int, optimizer: ShardedOptimizer, scale: float) -> None:
@@ -239,7 +246,7 @@ class SharedWard:
         """Returns a copy of the shards and state of the ward, after its update, with these gradients."""
         values, states, message, journal = self._read()
         copy = Ward(self.rank, {p: v for p, v in values.items() if is_copied(p)}, self._optimizers)
-        rest = self._updates_left(message, journal)
+        rest = self._updates_left(journal)
         entries: list[dict[Tensor, dict[str, Any]]] = [{} for _ in self._optimizers]
         for (number, p, names), arrays in zip(self._arrays, states, strict=True):
             own, records = self._optimizers[number]._states.get(p), self._optimizers[number]._journal
@@ -276,13 +283,12 @@ class SharedWard:
     def _size(self, p: DistributedParameter) -> int:
         return p._spec.part(self.rank % p._spec.group.size)[1]
 
-    def _updates_left(self, message: Message | None, journal: Tensor) -> set[tuple[int, int]]:
+    def _updates_left(self, journal: Tensor) -> set[tuple[int, int]]:
         """Returns number of the optimizer and of the parameter, if the ward has not completed all its updates."""
-        updated = {p._number for p in message.params if p.requires_grad} if message is not None else set()
         numbers = {update.number for update in self._updates}
         done, found, is_left = journal.view(torch.int64)[1:], set(), False
         for (number, p, _), first in zip(self._arrays, self._ward.first_pieces, strict=True):
-            if number in numbers and p._number in updated and is_copied(p):
+            if number in numbers and p in self._trained and is_copied(p):
                 found.add((number, p._number))
                 pieces = done[first : first + StepJournal.num_pieces_of(self._size(p))]
                 is_left |= not bool((pieces == self._gate).all())
@@ -294,11 +300,14 @@ class SharedWard:
         core = StepJournal(journal, self._ward.num_pieces)
         core.start(self._gate)
         copy.take_gradients(message)
+        for p, value in copy.params.items():
+            value.requires_grad_(p in self._trained)  # then, and not now
         for p, factors in self._updated_with.items():
             for factor in factors:
                 copy.scale_gradients([p], factor)
         for number, scale, options, fresh in self._updates:
             twin, pieces = copy.optimizers[number], self._pieces_of(number, self._ward)
+            del twin.param_groups[len(options) :]  # of a group that was added since
             for group, known in zip(twin.param_groups, options, strict=True):
                 group.update(known)
             copies = copy.params

@@ -268,6 +268,7 @@ void bind_shard(py::module_& m) {
   bind_buffer(m);
   bind_island(m);
   m.def("materialize", &materialize, py::arg("parameter"), py::arg("data"));
+  m.def("lend", &lend, py::arg("flat"), py::arg("memory"));
   m.def("next_node_number", &next_node_number);
   py::class_<GraphRoots>(m, "GraphRoots").def(py::init<const std::vector<at::Tensor>&>(), py::arg("outputs"));
   py::class_<DeferredProducts, std::shared_ptr<DeferredProducts>>(m, "DeferredProducts")

@@ -18,7 +18,8 @@ bool refers_to(const at::Tensor& tensor, const at::Tensor& memory) {
   return tensor.defined() && memory.defined() && tensor.is_alias_of(memory);
 }
 
-// Puts the memory of a tensor under a flat tensor's storage.
+}  // namespace
+
 void lend(const at::Tensor& flat, const at::Tensor& memory) {
   BMT_CHECK(ValueError, memory.is_cpu() && memory.is_contiguous() && memory.nbytes() >= flat.nbytes(),
             "memory: expected ", flat.nbytes(), " contiguous bytes on the CPU, got ", memory.nbytes());
@@ -28,8 +29,6 @@ void lend(const at::Tensor& flat, const at::Tensor& memory) {
   put_memory(flat.storage(), {data, held.release(), let_go, flat.device()},
              static_cast<std::int64_t>(flat.nbytes()));
 }
-
-}  // namespace
 
 ShardMemory::ShardMemory(const BufferSpec& spec) : spec_(spec) {
   make_views();

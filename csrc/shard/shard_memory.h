@@ -17,6 +17,9 @@
 
 namespace bmtrain {
 
+/// From now on `memory` is under the storage of a flat tensor that fills it.
+void lend(const at::Tensor& flat, const at::Tensor& memory);
+
 class ShardMemory {
  public:
   explicit ShardMemory(const BufferSpec& spec);

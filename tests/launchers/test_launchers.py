@@ -228,7 +228,11 @@ def run_pods(folder: Path, pods: list[str], environment: Mapping[str, str]) -> l
     """What the ranks print when these command lines run beside each other, one rank in each instead of 8."""
     (folder / "train.py").write_text(POD)
     port = str(free_port())
-    shell = " & ".join(pods) + " & wait -n && wait -n"
+    shell = (
+        "pods=; "
+        + " ".join(f'{pod} & pods="$pods $!";' for pod in pods)
+        + " for p in $pods; do wait $p || exit; done"
+    )
     for written, here in ((ADDRESS, "localhost"), ("29400", port), ("nproc_per_node=8", "nproc_per_node=1")):
         shell = shell.replace(written, here)
         environment = {name: value.replace(written, here) for name, value in environment.items()}

@@ -21,6 +21,17 @@ SHARDS, STEPS = 8, 6
 LOST = {2: 1, 4: 0}  # rank by step
 
 
+def update_others_and_die(optimizer: Any) -> None:
+    """Lets the process die when its next step has updated all parameters except the first one of each part."""
+    update = optimizer._apply_by_pieces
+
+    def in_part(parts: list[Any], factors: Any) -> None:
+        list(update([part._replace(updates=part.updates[1:]) for part in parts], factors))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    optimizer._apply_by_pieces = in_part
+
+
 def train(program: str, loses: bool) -> Any:
     torch.manual_seed(3)
     plain = torch.nn.Sequential(torch.nn.Linear(12, 30), torch.nn.Dropout(0.1), torch.nn.Linear(30, 5))
@@ -29,6 +40,7 @@ def train(program: str, loses: bool) -> Any:
         MemoryFile.of_process = classmethod(lambda *_: None)  # type: ignore[assignment, method-assign]
     params = list(model.parameters())
     optimizers: list[Any] = [bmt.optim.AdamOptimizer(params, lr=0.01, weight_decay=0.01)]
+    views = [p.data for p in params]
     if program == "two optimizers":
         kinds = bmt.optim.AdamOptimizer, bmt.optim.LionOptimizer
         optimizers = [kind(params[n::2], lr=0.01) for n, kind in enumerate(kinds)]
@@ -43,11 +55,13 @@ def train(program: str, loses: bool) -> Any:
     for step in range(STEPS):
         if program == "options":
             optimizers[0].param_groups[0].update(weight_decay=0.1 * step, betas=(0.9, 0.99 - 0.01 * step))
-        if program == "frozen in turn":
-            params[0].requires_grad_(step % 2 == 1)
+        if program.startswith("frozen in turn"):
+            params[0].requires_grad_(step % 2 == (program == "frozen in turn"))
         for p in params if step % 2 else ():
             if program == "data":
                 p.data.mul_(0.9)
+            elif program == "views":
+                next(view for view, of in zip(views, params, strict=True) if of is p).mul_(0.9)
             elif program == "assigned":
                 p.data = p.data * 0.9
         writes = (
@@ -59,13 +73,15 @@ def train(program: str, loses: bool) -> Any:
         shards, own = bmt.virtual_shards(step), []
         for number, shard in enumerate(shards):
             own.append(model(shard.of(batches[step])).square().mean())
-            if loses and number == 1 and LOST.get(step) == bmt.rank():
+            if loses and number == 1 and LOST.get(step) == bmt.rank() and "update" not in program:
                 os.kill(os.getpid(), signal.SIGKILL)
             manager.backward(own[-1])
         for entry in writes if program == "state in a step" else ():
             entry["exp_avg"].mul_(0.5)
         if program == "data in a step":
             params[0].data.mul_(0.9)
+        if loses and LOST.get(step) == bmt.rank() and "update" in program:
+            update_others_and_die(optimizers[0])
         manager.step()
         schedule.step()
         losses.append(shards.mean(own).item())
@@ -85,7 +101,15 @@ def outcomes_of(program: str) -> list[Any]:
 
 @pytest.mark.parametrize(
     "program",
-    ["options", "two optimizers", "data", "assigned", "frozen in turn", "memory that a rank cannot map"],
+    [
+        "options",
+        "two optimizers",
+        "data",
+        "assigned",
+        "frozen in turn",
+        "frozen in turn, dies in an update",
+        "memory that a rank cannot map",
+    ],
 )
 def test_same_bits(program: str) -> None:
     ((losses, values, _),) = run_ranks(1, train, program, False, init={"virtual_shards": SHARDS})
@@ -97,6 +121,15 @@ def test_same_bits(program: str) -> None:
         assert (
             opened[0] > opened[3] > opened[5]
         )  # descriptors: nothing of a lost rank, or of an earlier group
+
+
+def test_views_that_a_script_holds_stay_views() -> None:
+    (alone,) = run_ranks(1, train, "views", False, init={"virtual_shards": SHARDS})
+    for found in run_ranks(
+        2, train, "views", False, init={"virtual_shards": SHARDS, "survive": 1}, fresh=True
+    ):
+        assert found[0] == alone[0]
+        assert all(torch.equal(torch.as_tensor(found[1][k]), torch.as_tensor(v)) for k, v in alone[1].items())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ UNITS = {
             f"csrc/optim/{name}.cpp"
             for name in (
                 "staged_copies", "sent_gradients", "staging_lane", "update_queue", "step_tensors",
-                "offload_update", "momentum", "step_check",
+                "offload_update", "momentum", "step_check", "step_journal",
             )
         ),
         *(
