@@ -22,8 +22,8 @@ PYTHON = {
     "engine": ("_engine", 8471),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5640),
     "files": ("_files dcp distributed store weights", 4664),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10098),
-    "survive": ("_survive survive", 2648),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10107),
+    "survive": ("_survive survive", 2673),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_846),
 }
 CORE = {

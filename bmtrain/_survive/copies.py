@@ -187,7 +187,7 @@ class Ward:
             The name of an array that had other bits than after its last update, or than the ward's gradient; empty if
             there is none.
         """
-        sums = list(self.optimizers[number].step_checked(scale, self._factors))
+        sums = self.optimizers[number].step_checked(scale, self._factors)
         damage = self._compare((self._key(copy, name, number), before) for copy, name, before, _ in sums)
         for copy, name, _, after in sums:
             key = self._key(copy, name, number)

@@ -69,6 +69,8 @@ class Keeper:
 
     def _forget(self, _: Any) -> None:
         self.is_whole = False
+        if isinstance(self.ward, SharedWard):
+            self.ward.leave()
 
     def manager(self) -> Any:
         """Returns the manager of all optimizers."""
@@ -112,6 +114,10 @@ class Keeper:
             shared = SharedWard(ctx, self.optimizers(), self.ring)
             if not shared.meet(ctx):
                 self._can_share = False
+                if ctx.world.rank == 0:
+                    say(
+                        "bmtrain: survive: ranks cannot map each other's memory here: each keeps a copy of another"
+                    )
                 self._copy(ctx)
                 return
             self.ward, self._room = shared, None
@@ -129,7 +135,9 @@ class Keeper:
         self.is_whole, self._room = False, None
         self.leave()
         optimizers = self.optimizers()
-        shares = self._can_share and may_share(ctx, optimizers)
+        shares = may_share(ctx, optimizers)
+        if shares:  # a process that joins has not tried
+            self._can_share = shares = not largest([int(not self._can_share)], "copies", ctx.world.comm)[0]
         self.ward = shard_again(ctx, optimizers, before, self.ring, not shares)
         self.damage, self.is_stale = "", False
         if shares:
@@ -229,16 +237,19 @@ class Keeper:
         if self.ward is not None and self.messages is not None and factor != 1:
             self.ward.scale_gradients(params, factor)
 
-    def held(self, ctx: Context, step: int) -> dict[int, Held]:
-        """Returns what this rank has, by rank: its own shards, its ward's, and the gradients if they were sent."""
+    def held(self, ctx: Context, place: int) -> dict[int, Held]:
+        """Returns what this rank has at a place, by rank: its own shards, its ward's, and gradients that were sent.
+
+        Nothing of a ward that is beyond the next gate: if it is lost, this rank passes the gate first.
+        """
         self.settle()
         optimizers, ward, own, other = self.optimizers(), self.ward, None, None
         if self.messages is not None:
-            self.note_damage(self.messages[1].damage(step))
+            self.note_damage(self.messages[1].damage(place // 2))
             own, other, without_copy = (message.copies() for message in self.messages)
             own |= without_copy
         held = {ctx.world.rank: own_shards(optimizers, all_parameters(ctx, optimizers), own)}
-        if ward is not None:
+        if ward is not None and self.ward_place()[1] <= place:
             held[ward.rank] = ward.held(other)
             self.note_damage(ward.damage())
         return held

@@ -114,9 +114,15 @@ class MemoryFile:
 
     @classmethod
     def of_process(cls, process: int, descriptor: int, mark: str) -> MemoryFile | None:
-        """Maps the file that a process has open; None if that is not possible, or the file has another mark."""
+        """Maps the file that a process has open; None if that is not possible, or it is another file.
+
+        In another PID namespace the same number may be of another process.
+        """
+        path = f"/proc/{process}/fd/{descriptor}"
         try:
-            file = cls(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
+            if not os.readlink(path).startswith("/memfd:bmtrain"):
+                return None
+            file = cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         except (OSError, ValueError):
             return None
         return file if file.mark() == mark else None

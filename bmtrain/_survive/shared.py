@@ -27,6 +27,7 @@ from torch import Tensor
 from .._base.unseen import TORCH_DATA, data_of, gradient_of
 from .._C import Communicator, StepJournal, lend
 from .._engine.engine import current_engine
+from .._ops import scale_
 from .._ranks import shm_meeting
 from .._ranks.agree import gather_json, largest
 from .._ranks.context import Context
@@ -146,7 +147,7 @@ class SharedWard:
 
     def is_in_place(self) -> bool:
         """Whether this rank's shards and state, of the same arrays, are where `meet` has put them."""
-        if not self.is_current():
+        if not self.is_current() or _shapes_of(arrays_of(self._optimizers)) != _shapes_of(self._arrays):
             return False
         base = self._file.between(0, 1).data_ptr()
         found = [(buffer.shard, offset) for buffer, offset in self._layout.buffers]
@@ -180,14 +181,13 @@ class SharedWard:
         arrays = list(zip(self._arrays, self._layout.places.states, strict=True))
         for number, optimizer in enumerate(self._optimizers):
             states = optimizer._states
+            journal = optimizer._journal
             lacking = [
                 (p, names, offsets)
                 for (of, p, names), offsets in arrays
                 if of == number and _is_updated(p) and (p not in states or not {*names} <= states[p].keys())
             ]
-            if lacking:
-                journal = optimizer._journal
-                assert journal is not None
+            if lacking and journal is not None:
                 optimizer._create_state({p: [n for n in names if n != MASTER] for p, names, _ in lacking})
                 for p, names, offsets in lacking:
                     self._move_state(number, p, names, offsets)
@@ -225,14 +225,17 @@ class SharedWard:
         params = () if self._message is None else self._message.params
         self._trained = frozenset(p for p in params if p.requires_grad)
         self._core.start(place)
+        for optimizer in self._optimizers:
+            if optimizer._journal is not None:
+                optimizer._journal = optimizer._journal._replace(is_open=True)
 
     def note_update(self, number: int, optimizer: ShardedOptimizer, scale: float) -> None:
         """Notes an update of this rank by the optimizer with this number."""
         options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         journal = optimizer._journal
-        assert journal is not None
-        self._updates.append(_Update(number, scale, deepcopy(options), journal.fresh))
-        optimizer._journal = journal._replace(fresh=frozenset())
+        if journal is not None:
+            self._updates.append(_Update(number, scale, deepcopy(options), journal.fresh))
+            optimizer._journal = journal._replace(fresh=frozenset(), is_open=False)
 
     # ---- after a loss
 
@@ -266,7 +269,7 @@ class SharedWard:
         memory = file.between(places.journal, end)
         head = memory[: StepJournal.head_nbytes(places.num_pieces)]
         while True:
-            journal = memory.clone()
+            before = head.clone()
             values = {
                 p: file.tensor(offset, self._size(p), p.dtype).clone()
                 for p, offset in zip(self._params, places.values, strict=True)
@@ -277,7 +280,8 @@ class SharedWard:
             ]
             known = self._updated_from
             message = None if known is None else Message(known.params, self.rank, known.data.clone())
-            if torch.equal(head, journal[: len(head)]):
+            journal = memory.clone()
+            if torch.equal(journal[: len(head)], before) and torch.equal(head, before):
                 return values, states, message, journal
 
     def _size(self, p: DistributedParameter) -> int:
@@ -297,14 +301,14 @@ class SharedWard:
     def _update(self, copy: Ward, message: Message, journal: Tensor) -> None:
         """Completes the ward's update in its copy."""
         self._damage = message.damage(message.header()[0])
+        for p, gradient in zip(message.params, message.gradients, strict=True):
+            for factor in self._updated_with.get(p, ()):
+                scale_([gradient], torch.tensor(factor, dtype=torch.float64))
         core = StepJournal(journal, self._ward.num_pieces)
         core.start(self._gate)
         copy.take_gradients(message)
         for p, value in copy.params.items():
             value.requires_grad_(p in self._trained)  # then, and not now
-        for p, factors in self._updated_with.items():
-            for factor in factors:
-                copy.scale_gradients([p], factor)
         for number, scale, options, fresh in self._updates:
             twin, pieces = copy.optimizers[number], self._pieces_of(number, self._ward)
             del twin.param_groups[len(options) :]  # of a group that was added since
@@ -313,18 +317,22 @@ class SharedWard:
             copies = copy.params
             first_pieces = {copies[p]: first for p, first in pieces.items() if p in copies}
             begun = frozenset(copies[p] for p in fresh if p in copies)
-            twin._journal = Journal(core, first_pieces, begun)
-            copy.step(number, scale)
+            twin._journal = Journal(core, first_pieces, begun, is_open=True)
+            twin.step_checked(scale, {})
+
+
+def _shapes_of(arrays: Iterable[tuple[int, DistributedParameter, tuple[str, ...]]]) -> list[Any]:
+    return [(number, id(p), p.numel(), p.dtype, names) for number, p, names in arrays]
 
 
 def _is_updated(p: DistributedParameter) -> bool:
     return gradient_of(p) is not None and p.requires_grad
 
 
-def _kinds_of(optimizers: Iterable[ShardedOptimizer]) -> list[tuple[int, tuple[str, ...]]]:
+def _kinds_of(optimizers: Iterable[ShardedOptimizer]) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
     """Changes with the members of groups, and with options that need other arrays."""
     return [
-        (len(group["params"]), optimizer._formula.formula_in(group).arrays_of(group))
+        (tuple(map(id, group["params"])), optimizer._formula.formula_in(group).arrays_of(group))
         for optimizer in optimizers
         for group in optimizer.param_groups
     ]

@@ -275,7 +275,7 @@ class Survival:
         ctx, keeper, members = _context.context(), self._keeper, self._members
         self._written = max(self._written, keeper.written())
         self._drop_what_runs(ctx)
-        held = keeper.held(ctx, self._place // 2)
+        held = keeper.held(ctx, self._place)
         params = all_parameters(ctx, keeper.optimizers())
         steps, parts, ring = steps_of(keeper.optimizers()), parts_of(params), keeper.ring
         report = {"place": self._place, "steps": steps, "damage": keeper.damage, "ward": keeper.ward_place()}

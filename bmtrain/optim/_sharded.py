@@ -34,7 +34,7 @@ from ._untraced import UntracedOptimizer
 from ._updates import Journal, Update
 from .formulas import Formula, Part
 from .places import OnDevice, OnDisk, Place
-from .places.ranges import ranges_of
+from .places.ranges import ranges_of, split
 
 _UNSET: Any = object()
 _OWN = ("_early", "_owned_scale", "_steps_since_last_scale", "_seen")  # attributes that copies keep
@@ -61,7 +61,7 @@ class ShardedOptimizer(UntracedOptimizer):
     _place_class: type[Place]
     #: Whether `step_early` may be called, which each rank decides by itself.
     _may_step_early = True
-    #: Where each step is recorded; None: nowhere.
+    #: Where steps are recorded; None: nowhere.
     _journal: Journal | None = None
 
     def __init__(
@@ -184,39 +184,45 @@ class ShardedOptimizer(UntracedOptimizer):
     @torch.no_grad()
     def step_checked(
         self, scale: float, factors: Mapping[Tensor, list[float]]
-    ) -> Iterator[tuple[Tensor, str, int, int]]:
+    ) -> list[tuple[Tensor, str, int, int]]:
         """Updates every parameter that has a gradient, of a copy in host memory, without hooks: in any thread.
 
         Args:
             scale: current factor of the gradients.
             factors: what gradients are multiplied by first, in place, by parameter.
 
-        Yields:
+        Returns:
             For each parameter and array ("value", "gradient", or its name in the state) the sums of its words before
             and after the update. See [Note: Checked steps] in the core.
         """
         groups = [(group, self._with_gradients(group, group["params"])) for group in self.param_groups]
-        yield from self._apply_by_pieces(
-            [part for group, pairs in groups for part in self._parts_of(group, pairs, scale)], factors
-        )
+        parts = [part for group, pairs in groups for part in self._parts_of(group, pairs, scale)]
+        return self._apply_by_pieces(parts, factors, self._open_journal)
+
+    @property
+    def _open_journal(self) -> Journal | None:
+        return self._journal if self._journal is not None and self._journal.is_open else None
 
     def _apply_by_pieces(
-        self, parts: Iterable[Part], factors: Mapping[Tensor, list[float]]
-    ) -> Iterator[tuple[Tensor, str, int, int]]:
-        """Updates parts in host memory, recorded or else with the checksums that `step_checked` yields."""
-        as_torch, journal = isinstance(self._place, OnDevice), self._journal
+        self, parts: Iterable[Part], factors: Mapping[Tensor, list[float]], journal: Journal | None = None
+    ) -> list[tuple[Tensor, str, int, int]]:
+        """Updates parts in host memory; returns the sums of `step_checked`, none of a step that is recorded."""
+        as_torch, found = isinstance(self._place, OnDevice), []
         for part in parts:
             updates = [u._replace(grad=u.grad.contiguous()) for u in part.updates]
-            record = (
-                () if journal is None else (journal.core, [journal.first_pieces[u.param] for u in updates])
-            )
-            check = StepCheck([factors.get(u.param, []) for u in updates], *record)
             alone = [part._replace(updates=[u]) for u in updates]
             ranges = ranges_of(updates, part.names)
+            of_each = [factors.get(u.param, []) for u in updates]
+            if journal is not None:
+                check = StepCheck(of_each, journal.core, [journal.first_pieces[u.param] for u in updates])
+            else:
+                check = StepCheck(of_each)
             part.formula.compute(ranges, alone, as_torch=as_torch, check=check)
-            arrays = (*((MASTER,) if ranges.rounded else ()), "value", *part.names, "gradient")
-            keys = [(u.param, array) for u in updates for array in arrays]
-            yield from ((*key, *sums) for key, *sums in zip(keys, check.before, check.after, strict=False))
+            if journal is None:
+                arrays = (*((MASTER,) if ranges.rounded else ()), "value", *part.names, "gradient")
+                keys = [(u.param, array) for u in updates for array in arrays]
+                found += [(*key, *sums) for key, *sums in zip(keys, check.before, check.after, strict=True)]
+        return found
 
     @torch.no_grad()
     def step_early(self, groups: Sequence[tuple[dict[str, Any], Sequence[Tensor]]]) -> None:
@@ -264,10 +270,11 @@ class ShardedOptimizer(UntracedOptimizer):
             for update in part.updates:
                 if MASTER in update.state:
                     self._mark_seen(update.param)
-        if self._journal is not None:
-            list(self._apply_by_pieces(parts, {}))
-        else:
-            self._place.apply(parts, self._states, is_early=is_early)
+        if (journal := self._open_journal) is not None:
+            recorded, others = split(parts, lambda _, u: u.param in journal.first_pieces)
+            self._apply_by_pieces(recorded, {}, journal)
+            parts = list(others)
+        self._place.apply(parts, self._states, is_early=is_early)
 
     def _parts_of(
         self, group: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]], scale: float

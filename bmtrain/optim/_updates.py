@@ -54,8 +54,10 @@ class Journal(NamedTuple):
         core: the record.
         first_pieces: place of each parameter in it.
         fresh: parameters whose arrays begin with this step, although they were allocated before it.
+        is_open: whether the next step is recorded.
     """
 
     core: StepJournal
     first_pieces: Mapping[Any, int]
     fresh: frozenset[Any] = frozenset()
+    is_open: bool = False

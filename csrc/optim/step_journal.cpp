@@ -71,7 +71,7 @@ std::size_t StepJournal::save(std::int64_t piece, std::span<const Range> ranges)
     to += nbytes;
   }
   slot_word(slot).store(piece + 1, std::memory_order_release);
-  std::atomic_signal_fence(std::memory_order_seq_cst);  // see [Note: Journals]
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // see [Note: Journals]
   return slot;
 }
 

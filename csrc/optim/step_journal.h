@@ -7,8 +7,8 @@
 // what is read and written in memory is that of the step alone.
 //
 // The other process reads a copy of all of it: it puts the contents of slots back, and updates the pieces
-// that are not done. The order of stores is that of the program, as it reads only what a dead process, or one
-// that stands still, has left; a fence for the compiler is enough.
+// that are not done. A process that only stood still may go on meanwhile: then the words of the journal
+// change before a piece does.
 #pragma once
 
 #include <ATen/core/Tensor.h>

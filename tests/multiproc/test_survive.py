@@ -87,9 +87,9 @@ def cut(agree: Any, ctx: Any, *own: int) -> Any:
     raise CommunicationError("cut")
 
 
-def update_in_part(update: Any, parts: list[Any], factors: Any) -> None:
+def update_in_part(update: Any, parts: list[Any], factors: Any, journal: Any) -> None:
     *others, last = parts
-    list(update([*others, last._replace(updates=last.updates[:-1])], factors))
+    update([*others, last._replace(updates=last.updates[:-1])], factors, journal)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

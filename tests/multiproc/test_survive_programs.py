@@ -25,8 +25,8 @@ def update_others_and_die(optimizer: Any) -> None:
     """Lets the process die when its next step has updated all parameters except the first one of each part."""
     update = optimizer._apply_by_pieces
 
-    def in_part(parts: list[Any], factors: Any) -> None:
-        list(update([part._replace(updates=part.updates[1:]) for part in parts], factors))
+    def in_part(parts: list[Any], factors: Any, journal: Any) -> None:
+        update([part._replace(updates=part.updates[1:]) for part in parts], factors, journal)
         os.kill(os.getpid(), signal.SIGKILL)
 
     optimizer._apply_by_pieces = in_part
@@ -60,6 +60,10 @@ def train(program: str, loses: bool) -> Any:
         for p in params if step % 2 else ():
             if program == "data":
                 p.data.mul_(0.9)
+            elif program == "steps outside" and p is params[0]:
+                for q in params:
+                    q.grad = torch.ones_like(q)
+                optimizers[0].step()  # of the optimizer alone, before the loop
             elif program == "views":
                 next(view for view, of in zip(views, params, strict=True) if of is p).mul_(0.9)
             elif program == "assigned":
@@ -108,6 +112,7 @@ def outcomes_of(program: str) -> list[Any]:
         "assigned",
         "frozen in turn",
         "frozen in turn, dies in an update",
+        "steps outside",
         "memory that a rank cannot map",
     ],
 )
