@@ -146,7 +146,9 @@ class SharedWard:
         return {p: first for (of, p, _), first in pieces if of == number}
 
     def is_in_place(self) -> bool:
-        """Whether this rank's shards and state, of the same arrays, are where `meet` has put them."""
+        """Whether shards and state of this rank are where `meet` has put them, and updates of them are recorded."""
+        if any(optimizer._journal is None for optimizer in self._optimizers):
+            return False
         if not self.is_current() or _shapes_of(arrays_of(self._optimizers)) != _shapes_of(self._arrays):
             return False
         base = self._file.between(0, 1).data_ptr()

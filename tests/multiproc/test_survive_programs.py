@@ -203,3 +203,25 @@ def places_of_gradients() -> set[int]:
 def test_gradients_stay_in_their_memory() -> None:
     for places in run_ranks(2, places_of_gradients, init={"virtual_shards": 4, "survive": 1}, fresh=True):
         assert len(places) == 1
+
+
+def records_after_a_load() -> list[bool]:
+    """Whether updates are recorded in the step after one that loads a state without arrays."""
+    model = bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4))
+    optimizer = bmt.optim.SGDOptimizer(model.parameters(), lr=0.01)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    found = []
+    for step in range(3):
+        if step == 1:
+            optimizer.load_state_dict(optimizer.state_dict())
+        for _ in bmt.virtual_shards(step):
+            manager.backward(model(torch.ones(2, 4)).sum())
+        found.append(optimizer._journal is not None)
+        manager.step()
+    return found
+
+
+def test_updates_are_recorded_after_a_load() -> None:
+    init = {"virtual_shards": 4, "survive": 1}
+    assert run_ranks(2, records_after_a_load, init=init, fresh=True) == [[True] * 3] * 2
