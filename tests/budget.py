@@ -34,7 +34,7 @@ CORE = {
     "disk": ("disk", 900),
     "optim": ("optim", 2179),
     "cpu": ("cpu", 2501),
-    "cuda": ("cuda", 1564),
+    "cuda": ("cuda", 1514),
     "packaging": ("packaging", 86),
     "testing": ("testing", 204),
 }

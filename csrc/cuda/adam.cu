@@ -35,22 +35,19 @@ std::int64_t num_narrow_tiles(const cpu::AdamSlice& slice, const Alignment& /*al
 }
 
 cudaError_t step_of_width(Width width, const cpu::AdamSlice* slices, std::int64_t num_slices,
-                          const StepControl& control, cudaStream_t stream) {
-  if (width == Width::kFp32) return step<Adam>(slices, num_slices, control, stream);
-  if (control.grad_scale != nullptr || control.found_inf != nullptr || control.zero_grad)
-    return cudaErrorInvalidValue;
+                          cudaStream_t stream) {
+  if (width == Width::kFp32) return step<Adam>(slices, num_slices, stream);
   const auto kernel = width == Width::kBf16 ? narrow_kernel<Bf16Moments> : narrow_kernel<CodedMoments>;
-  return step<Adam>(slices, num_slices, control, stream, kernel, num_narrow_tiles);
+  return step<Adam>(slices, num_slices, stream, kernel, num_narrow_tiles);
 }
 
 }  // namespace
 
-cudaError_t adam(const cpu::AdamSlice* slices, std::int64_t num_slices, const StepControl& control,
-                 cudaStream_t stream) {
+cudaError_t adam(const cpu::AdamSlice* slices, std::int64_t num_slices, cudaStream_t stream) {
   for (std::int64_t first = 0, last = 0; first < num_slices; first = last) {
     const Width width = width_of(slices[first]);
     while (last < num_slices && width_of(slices[last]) == width) ++last;
-    const cudaError_t error = step_of_width(width, slices + first, last - first, control, stream);
+    const cudaError_t error = step_of_width(width, slices + first, last - first, stream);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -15,7 +15,7 @@ struct AdamElement {
   float weight, exp_avg, exp_avg_sq;
 };
 
-/// `g`: the gradient, unscaled and clipped but for `factors.grad_factor`.
+/// `g`: the gradient, not yet multiplied or divided by `factors.grad_factor`.
 BMT_HOST_DEVICE AdamElement adam_element(const cpu::AdamFactors& f, float g, AdamElement old) {
   g = f.grad_divide ? g / f.grad_factor : g * f.grad_factor;
   if (f.decay_kind == cpu::WeightDecay::kL2) g = fmaf(old.weight, f.decay, g);

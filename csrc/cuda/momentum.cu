@@ -22,9 +22,8 @@ struct Momentum {
 
 }  // namespace
 
-cudaError_t momentum(const cpu::MomentumSlice* slices, std::int64_t num_slices, const StepControl& control,
-                     cudaStream_t stream) {
-  return step<Momentum>(slices, num_slices, control, stream);
+cudaError_t momentum(const cpu::MomentumSlice* slices, std::int64_t num_slices, cudaStream_t stream) {
+  return step<Momentum>(slices, num_slices, stream);
 }
 
 }  // namespace bmtrain::cuda

@@ -6,12 +6,11 @@
 #include <cstdint>
 
 #include "cpu/kernels.h"
-#include "cuda/step_control.h"
 
 namespace bmtrain::cuda {
 
 /// Updates all slices with as few launches as their number allows. Pointers are of the stream's device.
 [[nodiscard]] cudaError_t momentum(const cpu::MomentumSlice* slices, std::int64_t num_slices,
-                                   const StepControl& control, cudaStream_t stream);
+                                   cudaStream_t stream);
 
 }  // namespace bmtrain::cuda

@@ -17,7 +17,7 @@ struct MomentumElement {
 /// 1 or -1; 0 for zeros and NaN.
 BMT_HOST_DEVICE float sign_of(float x) { return static_cast<float>((x > 0) - (x < 0)); }
 
-/// `g`: the gradient, unscaled and clipped but for `factors.grad_factor`.
+/// `g`: the gradient, not yet multiplied or divided by `factors.grad_factor`.
 BMT_HOST_DEVICE MomentumElement momentum_element(const cpu::MomentumFactors& f, bool has_momentum, float g,
                                                  MomentumElement old) {
   g = f.grad_divide ? g / f.grad_factor : g * f.grad_factor;

@@ -8,7 +8,6 @@
 
 #include "cpu/kernels.h"
 #include "cuda/launch.h"
-#include "cuda/step_control.h"
 #include "cuda/tiles.h"
 
 namespace bmtrain::cuda {
@@ -27,14 +26,6 @@ struct StepBatch {
   Alignment alignments[kRangesPerLaunch];
   std::int64_t first_tile[kRangesPerLaunch + 1];
   int num_slices;
-  StepControl control;
-};
-
-/// StepControl as a kernel read it.
-struct StepValues {
-  float scale;
-  bool skips;
-  bool zeroes;
 };
 
 __device__ inline float load_as_float(const void* from, DType dtype, std::int64_t i) {
@@ -57,80 +48,63 @@ __device__ inline void store_from_float(void* to, DType dtype, std::int64_t i, f
 //   Slice                     what it updates, a cpu::StepSlice with kMoments arrays more
 //   kMoments                  their number
 //   moment(slice, m)          the m-th of them, or nullptr
-//   update(slice, g, w, m)    one element's step; g is the gradient, unscaled and clipped but for the slice's
-//                             own factor, w the weight and m its moments, which become the new ones
+//   update(slice, g, w, m)    one element's step; g is the gradient, w the weight and m its moments, which
+//                             become the new ones
 
 template <typename Optimizer, typename Grad, typename Rounded>
-__device__ void step_packs(const typename Optimizer::Slice& slice, std::int64_t i, const StepValues& values) {
-  Grad* const grad = const_cast<Grad*>(static_cast<const Grad*>(slice.grad)) + i;
-  if (!values.skips) {
-    StepTiles::Packs<Grad> g;
-    StepTiles::Packs<float> w, moments[Optimizer::kMoments] = {};
-    StepTiles::load(grad, g);
-    StepTiles::load(slice.weight + i, w);
+__device__ void step_packs(const typename Optimizer::Slice& slice, std::int64_t i) {
+  StepTiles::Packs<Grad> g;
+  StepTiles::Packs<float> w, moments[Optimizer::kMoments] = {};
+  StepTiles::load(static_cast<const Grad*>(slice.grad) + i, g);
+  StepTiles::load(slice.weight + i, w);
 #pragma unroll
-    for (int m = 0; m < Optimizer::kMoments; ++m) {
-      if (Optimizer::moment(slice, m) != nullptr)
-        StepTiles::load(Optimizer::moment(slice, m) + i, moments[m]);
-    }
-    StepTiles::Packs<Rounded> rounded;
-    StepTiles::for_each([&](int u, int k) {
-      float of_element[Optimizer::kMoments];
-      for (int m = 0; m < Optimizer::kMoments; ++m) of_element[m] = moments[m][u].values[k];
-      Optimizer::update(slice, to_float(g[u].values[k]) * values.scale, w[u].values[k], of_element);
-      for (int m = 0; m < Optimizer::kMoments; ++m) moments[m][u].values[k] = of_element[m];
-      rounded[u].values[k] = from_float<Rounded>(w[u].values[k]);
-    });
-    StepTiles::store(slice.weight + i, w);
-#pragma unroll
-    for (int m = 0; m < Optimizer::kMoments; ++m) {
-      if (Optimizer::moment(slice, m) != nullptr)
-        StepTiles::store(Optimizer::moment(slice, m) + i, moments[m]);
-    }
-    if constexpr (sizeof(Rounded) == 2) StepTiles::store(static_cast<Rounded*>(slice.rounded) + i, rounded);
+  for (int m = 0; m < Optimizer::kMoments; ++m) {
+    if (Optimizer::moment(slice, m) != nullptr) StepTiles::load(Optimizer::moment(slice, m) + i, moments[m]);
   }
-  if (values.zeroes) {
-    const StepTiles::Packs<Grad> zeros = {};
-    StepTiles::store(grad, zeros);
+  StepTiles::for_each([&](int u, int k) {
+    float of_element[Optimizer::kMoments];
+    for (int m = 0; m < Optimizer::kMoments; ++m) of_element[m] = moments[m][u].values[k];
+    Optimizer::update(slice, to_float(g[u].values[k]), w[u].values[k], of_element);
+    for (int m = 0; m < Optimizer::kMoments; ++m) moments[m][u].values[k] = of_element[m];
+  });
+  StepTiles::store(slice.weight + i, w);
+#pragma unroll
+  for (int m = 0; m < Optimizer::kMoments; ++m) {
+    if (Optimizer::moment(slice, m) != nullptr) StepTiles::store(Optimizer::moment(slice, m) + i, moments[m]);
+  }
+  if constexpr (sizeof(Rounded) == 2) {
+    StepTiles::Packs<Rounded> rounded;
+    StepTiles::for_each([&](int u, int k) { rounded[u].values[k] = from_float<Rounded>(w[u].values[k]); });
+    StepTiles::store(static_cast<Rounded*>(slice.rounded) + i, rounded);
   }
 }
 
 template <typename Optimizer, typename Grad>
-__device__ void step_packs_from(const typename Optimizer::Slice& slice, std::int64_t i,
-                                const StepValues& values) {
-  if (slice.rounded == nullptr) return step_packs<Optimizer, Grad, float>(slice, i, values);
-  if (slice.rounded_dtype == DType::kBFloat16) return step_packs<Optimizer, Grad, Bf16>(slice, i, values);
-  return step_packs<Optimizer, Grad, Half>(slice, i, values);
+__device__ void step_packs_from(const typename Optimizer::Slice& slice, std::int64_t i) {
+  if (slice.rounded == nullptr) return step_packs<Optimizer, Grad, float>(slice, i);
+  if (slice.rounded_dtype == DType::kBFloat16) return step_packs<Optimizer, Grad, Bf16>(slice, i);
+  return step_packs<Optimizer, Grad, Half>(slice, i);
 }
 
 /// One element at the end of a range, or of one whose arrays lie unlike each other.
 template <typename Optimizer>
-__device__ void step_one(const typename Optimizer::Slice& slice, std::int64_t i, const StepValues& values) {
-  void* const grad = const_cast<void*>(slice.grad);
-  if (!values.skips) {
-    float w = slice.weight[i];
-    float moments[Optimizer::kMoments] = {};
-    for (int m = 0; m < Optimizer::kMoments; ++m) {
-      if (Optimizer::moment(slice, m) != nullptr) moments[m] = Optimizer::moment(slice, m)[i];
-    }
-    Optimizer::update(slice, load_as_float(grad, slice.grad_dtype, i) * values.scale, w, moments);
-    slice.weight[i] = w;
-    for (int m = 0; m < Optimizer::kMoments; ++m) {
-      if (Optimizer::moment(slice, m) != nullptr) Optimizer::moment(slice, m)[i] = moments[m];
-    }
-    if (slice.rounded != nullptr) store_from_float(slice.rounded, slice.rounded_dtype, i, w);
+__device__ void step_one(const typename Optimizer::Slice& slice, std::int64_t i) {
+  float w = slice.weight[i];
+  float moments[Optimizer::kMoments] = {};
+  for (int m = 0; m < Optimizer::kMoments; ++m) {
+    if (Optimizer::moment(slice, m) != nullptr) moments[m] = Optimizer::moment(slice, m)[i];
   }
-  if (values.zeroes) store_from_float(grad, slice.grad_dtype, i, 0);
+  Optimizer::update(slice, load_as_float(slice.grad, slice.grad_dtype, i), w, moments);
+  slice.weight[i] = w;
+  for (int m = 0; m < Optimizer::kMoments; ++m) {
+    if (Optimizer::moment(slice, m) != nullptr) Optimizer::moment(slice, m)[i] = moments[m];
+  }
+  if (slice.rounded != nullptr) store_from_float(slice.rounded, slice.rounded_dtype, i, w);
 }
 
 template <typename Optimizer>
 __global__ void __launch_bounds__(kThreads)
     step_kernel(const __grid_constant__ StepBatch<typename Optimizer::Slice> batch) {
-  const StepControl& control = batch.control;
-  const StepValues values = {.scale = control.grad_scale == nullptr ? 1 : *control.grad_scale,
-                             .skips = control.found_inf != nullptr && *control.found_inf != 0,
-                             .zeroes = control.zero_grad};
-  if (values.skips && !values.zeroes) return;
   int s = 0;
   for (std::int64_t tile = blockIdx.x; tile < batch.first_tile[batch.num_slices]; tile += gridDim.x) {
     while (tile >= batch.first_tile[s + 1]) ++s;  // tiles of a block only grow
@@ -138,11 +112,11 @@ __global__ void __launch_bounds__(kThreads)
     StepTiles::visit(
         tile - batch.first_tile[s], slice.n, batch.alignments[s],
         [&](std::int64_t i) {
-          if (slice.grad_dtype == DType::kBFloat16) return step_packs_from<Optimizer, Bf16>(slice, i, values);
-          if (slice.grad_dtype == DType::kFloat16) return step_packs_from<Optimizer, Half>(slice, i, values);
-          step_packs_from<Optimizer, float>(slice, i, values);
+          if (slice.grad_dtype == DType::kBFloat16) return step_packs_from<Optimizer, Bf16>(slice, i);
+          if (slice.grad_dtype == DType::kFloat16) return step_packs_from<Optimizer, Half>(slice, i);
+          step_packs_from<Optimizer, float>(slice, i);
         },
-        [&](std::int64_t i) { step_one<Optimizer>(slice, i, values); });
+        [&](std::int64_t i) { step_one<Optimizer>(slice, i); });
   }
 }
 
@@ -168,14 +142,12 @@ std::int64_t num_packed_tiles(const Slice& slice, const Alignment& alignment) {
 /// tiles that `kernel` makes of a slice.
 template <typename Optimizer, typename NumTiles>
 [[nodiscard]] cudaError_t step(const typename Optimizer::Slice* slices, std::int64_t num_slices,
-                               const StepControl& control, cudaStream_t stream,
-                               void (*kernel)(StepBatch<typename Optimizer::Slice>),
+                               cudaStream_t stream, void (*kernel)(StepBatch<typename Optimizer::Slice>),
                                const NumTiles& num_tiles) {
   using Batch = StepBatch<typename Optimizer::Slice>;
   static_assert(sizeof(Batch) <= 4096);
   for (std::int64_t first = 0; first < num_slices; first += kRangesPerLaunch) {
     Batch batch = {};
-    batch.control = control;
     batch.num_slices = static_cast<int>(std::min<std::int64_t>(kRangesPerLaunch, num_slices - first));
     for (int s = 0; s < batch.num_slices; ++s) {
       const auto& slice = batch.slices[s] = slices[first + s];
@@ -193,8 +165,8 @@ template <typename Optimizer, typename NumTiles>
 
 template <typename Optimizer>
 [[nodiscard]] cudaError_t step(const typename Optimizer::Slice* slices, std::int64_t num_slices,
-                               const StepControl& control, cudaStream_t stream) {
-  return step<Optimizer>(slices, num_slices, control, stream, step_kernel<Optimizer>,
+                               cudaStream_t stream) {
+  return step<Optimizer>(slices, num_slices, stream, step_kernel<Optimizer>,
                          num_packed_tiles<typename Optimizer::Slice>);
 }
 

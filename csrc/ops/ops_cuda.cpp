@@ -119,13 +119,13 @@ std::tuple<double, double> adam_cuda(at::TensorList weights, at::TensorList roun
       adam_slices({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, groups);
   for (cpu::AdamSlice& slice : slices) slice.factors.as_multi_tensor = as_torch;
   const c10::DeviceGuard guard(weights[0].device());
-  check(cuda::adam(slices.data(), static_cast<std::int64_t>(slices.size()), {}, current_stream()));
+  check(cuda::adam(slices.data(), static_cast<std::int64_t>(slices.size()), current_stream()));
   return {0, 0};
 }
 
 void momentum_cuda(at::TensorList weights, const std::vector<cpu::MomentumSlice>& slices) {
   const c10::DeviceGuard guard(weights[0].device());
-  check(cuda::momentum(slices.data(), static_cast<std::int64_t>(slices.size()), {}, current_stream()));
+  check(cuda::momentum(slices.data(), static_cast<std::int64_t>(slices.size()), current_stream()));
 }
 
 void sgd_cuda(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList momenta,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -34,16 +33,6 @@ class RangeStruct(ctypes.Structure):
             "moment_bits",
         )
     ]  # fmt: skip
-
-
-class ControlStruct(ctypes.Structure):
-    """Control of tests/cuda/emulate/entry.cpp."""
-
-    _fields_ = [
-        ("grad_scale", ctypes.c_void_p),
-        ("found_inf", ctypes.c_void_p),
-        ("zero_grad", ctypes.c_int64),
-    ]
 
 
 @dataclass
@@ -108,12 +97,9 @@ def run(
     ranges: list[Range],
     factors: list[Tensor],
     *,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    zero_grad: bool = False,
     measure: Callable[..., object] | None = None,
 ) -> object:
-    """Launch; the gradients may be written only if they are to be zeroed."""
+    """Launch; the gradients may only be read."""
     structs = (RangeStruct * len(ranges))()
     for struct, r, f in zip(structs, ranges, factors, strict=True):
         pointers = [m.data_ptr() for m in r.moments] + [None, None]
@@ -123,16 +109,10 @@ def run(
         struct.grad, struct.grad_dtype, struct.n = r.grad.data_ptr(), dtype_number(r.grad), r.weight.numel()
         struct.factors = f.data_ptr()
         struct.moment_bits = 8 * r.moments[0].element_size() if r.moments else 32
-    control = ControlStruct(
-        None if grad_scale is None else grad_scale.data_ptr(),
-        None if found_inf is None else found_inf.data_ptr(),
-        zero_grad,
-    )
-    grads = [r.grad for r in ranges]
-    reads = [x for x in (grad_scale, found_inf) if x is not None] + ([] if zero_grad else grads)
-    writes = [x for r in ranges for x in r.outputs()] + (grads if zero_grad else [])
+    reads = [r.grad for r in ranges]
+    writes = [x for r in ranges for x in r.outputs()]
     do = measure or gpu.launch
-    return do(kernel, structs, len(ranges), ctypes.byref(control), reads=reads, writes=writes)
+    return do(kernel, structs, len(ranges), reads=reads, writes=writes)
 
 
 def adam_on_cpu(r: Range, step: int, scale: float, decoupled: bool) -> None:
@@ -190,15 +170,6 @@ def test_adam_with_narrow_moments(
             assert torch.equal(x, y) if x.dtype is torch.uint8 else same_bits(x, y)
 
 
-@pytest.mark.parametrize(
-    "control", [{"grad_scale": torch.ones(())}, {"found_inf": torch.ones(())}, {"zero_grad": True}]
-)
-def test_narrow_moments_take_no_control(gpu: EmulatedGpu, control: dict[str, Any]) -> None:
-    ranges = [narrowed(make_range(33, torch.float32, None), torch.bfloat16)]
-    with pytest.raises(ValueError):
-        run(gpu, "adam", ranges, [adam_factors(1, 1.0, True)], **control)
-
-
 @pytest.mark.parametrize("rounded", [None, torch.bfloat16])
 @pytest.mark.parametrize("grad", DTYPES)
 @pytest.mark.parametrize("rule", ["lion", "sgd", "fresh", "nesterov", "without momentum"])
@@ -236,39 +207,6 @@ def test_many_ranges(gpu: EmulatedGpu) -> None:
         assert_same(x, y)
     run(gpu, "adam", [], [])
     run(gpu, "adam", [make_range(0, torch.float32, None)] * 3, [adam_factors(1, 1.0, False)] * 3)
-
-
-@pytest.mark.parametrize("kernel", ["adam", "momentum"])
-@pytest.mark.parametrize("found_inf", [None, 0.0, 1.0])
-@pytest.mark.parametrize("zero_grad", [False, True])
-@pytest.mark.parametrize("clip", [None, 0.37])
-def test_control(
-    gpu: EmulatedGpu, kernel: str, found_inf: float | None, zero_grad: bool, clip: float | None
-) -> None:
-    """The clip coefficient, the skip after an overflow, gradients that are zeroed: read on the device."""
-    sizes = [257, 2048, 1, 4100]
-    for grad in DTYPES:
-        num_moments = 2 if kernel == "adam" else 1
-        mine = [make_range(n, grad, torch.bfloat16, num_moments, (n % 3,) * 4) for n in sizes]
-        before = [r.copy() for r in mine]
-        factors = adam_factors(1, 1.0, True) if kernel == "adam" else lion_factors(1.0)
-        run(
-            gpu, kernel, mine, [factors] * len(sizes),
-            grad_scale=None if clip is None else torch.tensor(clip),
-            found_inf=None if found_inf is None else torch.tensor(found_inf),
-            zero_grad=zero_grad,
-        )  # fmt: skip
-        for r, old in zip(mine, before, strict=True):
-            assert not r.grad.any() if zero_grad else torch.equal(r.grad, old.grad)
-            if not found_inf:
-                old.grad = old.grad.float() * (1.0 if clip is None else torch.tensor(clip))
-                low = [] if old.rounded is None else [old.rounded]
-                if kernel == "adam":
-                    adam_on_cpu(old, 1, 1.0, True)
-                else:
-                    ranges = MomentumRanges([old.weight], low, [old.grad], old.moments, [])
-                    lion_step(ranges, lr=LR, betas=BETAS, weight_decay=DECAY)
-            assert_same(r, old)
 
 
 def test_infinities_and_nan_go_where_they_go_on_the_cpu(gpu: EmulatedGpu) -> None:

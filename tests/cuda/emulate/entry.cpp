@@ -26,11 +26,6 @@ struct Range {
   std::int64_t moment_bits;  // 32, 16 or 8
 };
 
-struct Control {
-  const float *grad_scale, *found_inf;
-  std::int64_t zero_grad;
-};
-
 template <typename Slice>
 Slice slice_of(const Range& range) {
   Slice slice;
@@ -43,15 +38,11 @@ Slice slice_of(const Range& range) {
   return slice;
 }
 
-cuda::StepControl control_of(const Control& control) {
-  return {control.grad_scale, control.found_inf, control.zero_grad != 0};
-}
-
 }  // namespace
 
 extern "C" {
 
-int adam(const Range* ranges, std::int64_t num_ranges, const Control* control) {
+int adam(const Range* ranges, std::int64_t num_ranges) {
   std::vector<cpu::AdamSlice> slices;
   for (std::int64_t r = 0; r < num_ranges; ++r) {
     auto& slice = slices.emplace_back(slice_of<cpu::AdamSlice>(ranges[r]));
@@ -71,17 +62,17 @@ int adam(const Range* ranges, std::int64_t num_ranges, const Control* control) {
     }
     slice.factors = adam_factors(ranges[r].factors);
   }
-  return cuda::adam(slices.data(), num_ranges, control_of(*control), nullptr);
+  return cuda::adam(slices.data(), num_ranges, nullptr);
 }
 
-int momentum(const Range* ranges, std::int64_t num_ranges, const Control* control) {
+int momentum(const Range* ranges, std::int64_t num_ranges) {
   std::vector<cpu::MomentumSlice> slices;
   for (std::int64_t r = 0; r < num_ranges; ++r) {
     auto& slice = slices.emplace_back(slice_of<cpu::MomentumSlice>(ranges[r]));
     slice.momentum = static_cast<float*>(ranges[r].moment);
     slice.factors = momentum_factors(ranges[r].factors);
   }
-  return cuda::momentum(slices.data(), num_ranges, control_of(*control), nullptr);
+  return cuda::momentum(slices.data(), num_ranges, nullptr);
 }
 
 int cast(void* out, std::int64_t out_dtype, const void* source, std::int64_t source_dtype, std::int64_t n) {
