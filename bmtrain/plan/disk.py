@@ -22,6 +22,7 @@ class DiskEstimate:
 
     Args:
         stored: in files, each in whole pages.
+        read_in_forward: in the first forward.
         read_in_passes: in the forwards and backwards of a step.
         written_in_passes: in these.
         read_in_update: in the update.
@@ -30,6 +31,7 @@ class DiskEstimate:
     """
 
     stored: int = 0
+    read_in_forward: int = 0
     read_in_passes: int = 0
     written_in_passes: int = 0
     read_in_update: int = 0
@@ -69,6 +71,7 @@ def on_disk(model: ModelDescription, policy: TrainingPolicy, network: Network) -
     again = parameters - sum(b.parameters for b in blocks[-1]) if policy.level == 3 else 0
     return DiskEstimate(
         stored=parameters + gradients + state,
+        read_in_forward=parameters,
         read_in_passes=policy.passes * (parameters + again) + (policy.passes - 1) * gradients,
         written_in_passes=policy.passes * gradients,
         read_in_update=updated + gradients + state,

@@ -443,8 +443,8 @@ def _time(
     # The update of what passes reads and writes all of it in memory too.
     optimizer += (disk.read_in_update + disk.written_in_update) / machine.memory_bandwidth
     shared = 0.0 if muon else 1.0
-    forward = shared * result.seconds / (4 if policy.recomputes else 3)
-    reads = shared * disk.read_in_passes / (2 * passes) / rate
+    forward = shared * result.forward
+    reads = shared * disk.read_in_forward / rate
     exposed = max(with_update + reads - optimizer - forward, 0.0)
     exposed += max(with_passes - reads - (result.seconds * passes - forward), 0.0)
     return TimeEstimate(

@@ -47,10 +47,11 @@ class Rates(NamedTuple):
 class StepResult(NamedTuple):
     """One simulated forward and backward, after the order of blocks has been learnt.
 
-    Times are in seconds; ``traffic`` as `Communicator.traffic`.
+    Times are in seconds, ``forward`` up to the backward of the head; ``traffic`` as `Communicator.traffic`.
     """
 
     seconds: float
+    forward: float
     computing: float
     waiting: float
     wire_busy: float
@@ -126,9 +127,10 @@ class SimulatedStep:
             simulation.computing = simulation.waiting = simulation.waiting_for_bus = 0.0
             simulation.events.clear()
             simulation.traffic.clear()
-            self._pass()
+            middle = self._pass()
         return StepResult(
             simulation.wire.now - begin,
+            middle - begin,
             simulation.computing,
             simulation.waiting,
             simulation.wire.busy - busy,
@@ -139,7 +141,8 @@ class SimulatedStep:
             simulation.common,
         )
 
-    def _pass(self) -> None:
+    def _pass(self) -> float:
+        """Returns the time of the middle, between the head's forward and backward."""
         model, memory = self.model, self.simulation.memory
         outside = OutsideReads(model.outside)
         self._gather_outside(outside.before_blocks)
@@ -155,7 +158,9 @@ class SimulatedStep:
                 self._begin_gradients(state)
         self._gather_outside(outside.after_blocks)
         memory.add("activations", model.head_bytes * self.joined_samples)
-        self._compute("head", 3 * model.head_flops, 2 * model.head_bytes)
+        self._compute("head", model.head_flops, model.head_bytes)
+        middle = self.simulation.wire.now
+        self._compute("head", 2 * model.head_flops, model.head_bytes)
         memory.add("activations", -model.head_bytes * self.joined_samples)
         self._reduce_outside(outside.after_blocks)
         for state, block in zip(reversed(self.blocks), reversed(model.blocks), strict=True):
@@ -166,6 +171,7 @@ class SimulatedStep:
         self.engine.gradients.close_round()
         self.engine.gradients.finish()
         memory.add("outside blocks", -memory.now.get("outside blocks", 0.0))  # autograd lets go of the last
+        return middle
 
     def _end_stage(self) -> None:
         """Sends the gradients. Counts hidden states sent to the next stage, their gradients sent back, and the

@@ -675,6 +675,23 @@ def test_blocks_on_drives_take_what_the_drives_allow() -> None:
     assert in_update.disk.read == in_update.disk.written == pytest.approx(2 * 6 * block)
 
 
+@pytest.mark.parametrize("recompute", ["off", "selective", "whole"])
+@pytest.mark.parametrize(("level", "disk", "reads"), [(3, ("optimizer",), 0), (2, DISK, 6), (3, DISK, 6)])
+def test_an_update_from_drives_goes_on_in_the_first_forward(
+    recompute: Any, level: int, disk: tuple[str, ...], reads: int
+) -> None:
+    fast = dict.fromkeys(("memory_bandwidth", "link_bandwidth"), 1e18)
+    machine = dataclasses.replace(EIGHT.with_devices(1), link_latency=0.0, disk_bandwidth=1e10, **fast)
+    plan = estimate(SMALL, machine, TrainingPolicy(recompute=recompute, level=level, disk=disk))
+    forward = SMALL.flops / (machine.flops * machine.efficiency)
+    assert plan.result.forward == pytest.approx(forward, rel=1e-4)
+    block = sum(SMALL.blocks[0].buffers[0].numels) * 4
+    in_update = (plan.disk.read_in_update + plan.disk.written_in_update + reads * block) / 1e10
+    in_passes = plan.time.disk - in_update
+    rest = max(in_passes - (plan.result.seconds - forward), 0)
+    assert plan.time.exposed_disk == pytest.approx(in_update - forward + rest, rel=1e-3)
+
+
 @pytest.mark.parametrize("shares_memory", [False, True])
 @pytest.mark.parametrize("options", [{"optimizer": "muon"}, {"compute_dtype": torch.bfloat16}])
 def test_processors_keep_the_kernels_of_products_in_16_bits(
