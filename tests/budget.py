@@ -33,7 +33,7 @@ CORE = {
     "shard": ("shard", 2719),
     "disk": ("disk", 900),
     "optim": ("optim", 2179),
-    "cpu": ("cpu", 2501),
+    "cpu": ("cpu", 2279),
     "cuda": ("cuda", 1514),
     "packaging": ("packaging", 86),
     "testing": ("testing", 204),

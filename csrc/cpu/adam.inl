@@ -1,9 +1,5 @@
 // One Adam step over a contiguous range, in one pass. See [Note: Adam in torch's operation order].
 
-// Elements that a loop fetches before their turn: the hardware does so within a page, and five arrays cross
-// pages often (a tenth of the time).
-constexpr std::int64_t kAhead = 512;
-
 struct AdamVectors {
   F32x16 grad_factor, lerp_weight, beta2, one_minus_beta2, eps, negative_step_size, decay;
 };
@@ -87,18 +83,13 @@ static inline void noise_of(U32x16 (&noise)[2], const AdamFactors& f, const F32x
   noise[1] = (hash ^ noise[0]) & 0xffffu;
 }
 
-// Stores moments in either type, `count` of them.
-template <typename Moment>
+// Stores moments in either type.
+template <typename Moment, typename Group>
 static inline void store_moments(const AdamFactors& f, const F32x16& w, const Moments& moments,
-                                 Moment* exp_avg, Moment* exp_avg_sq, std::int64_t count) {
+                                 Moment* exp_avg, Moment* exp_avg_sq, Group group) {
   if constexpr (sizeof(Moment) == 4) {
-    if (count == 16) {
-      store(exp_avg, moments.exp_avg);
-      store(exp_avg_sq, moments.exp_avg_sq);
-    } else {
-      store_part(exp_avg, moments.exp_avg, count);
-      store_part(exp_avg_sq, moments.exp_avg_sq, count);
-    }
+    store(exp_avg, moments.exp_avg, group);
+    store(exp_avg_sq, moments.exp_avg_sq, group);
   } else {
     U32x16 first;
     U32x16 second;
@@ -110,8 +101,8 @@ static inline void store_moments(const AdamFactors& f, const F32x16& w, const Mo
     Bf16 v[16];
     store_dithered(m, first, noise[0]);
     store_dithered(v, second, noise[1]);
-    __builtin_memcpy(exp_avg, m, static_cast<std::size_t>(count) * sizeof(Bf16));
-    __builtin_memcpy(exp_avg_sq, v, static_cast<std::size_t>(count) * sizeof(Bf16));
+    __builtin_memcpy(exp_avg, m, group.count * sizeof(Bf16));
+    __builtin_memcpy(exp_avg_sq, v, group.count * sizeof(Bf16));
   }
 }
 
@@ -146,41 +137,28 @@ static void adam_one_pass(const AdamSlice& slice, std::int64_t begin, std::int64
   float* const weight = slice.weight;
   const auto [exp_avg, exp_avg_sq] = moment_arrays<Moment>(slice);
   DeltaLanes lanes = {broadcast(0.0), broadcast(0.0)};
-  std::int64_t i = begin;
-  for (; i + 16 <= end; i += 16) {
-    __builtin_prefetch(weight + i + kAhead, 1);
-    __builtin_prefetch(exp_avg + i + kAhead, 1);
-    __builtin_prefetch(exp_avg_sq + i + kAhead, 1);
-    __builtin_prefetch(grad + i + kAhead);
-    if constexpr (kRounded) __builtin_prefetch(rounded + i + kAhead, 1);
-    const F32x16 w = load(weight + i);
-    const Moments moments = update_moments(f, c, load(grad + i), load(exp_avg + i), load(exp_avg_sq + i), w);
-    const F32x16 d = denominator(f, c, sqrt(moments.exp_avg_sq));
-    const F32x16 updated = update_weight(f, c, moments.exp_avg, d, w);
-    store_moments(f, w, moments, exp_avg + i, exp_avg_sq + i, 16);
-    store(weight + i, updated);
-    if constexpr (kRounded) store(rounded + i, updated);
-    if constexpr (kDelta) {
-      const F32x16 delta = delta_of(f, moments.exp_avg, d, w);
-      lanes = {add_lanes(lanes.sum, delta), add_squares(lanes.sum_of_squares, delta)};
-    }
-  }
-  if (const std::int64_t rest = end - i; rest > 0) {
-    const F32x16 w = load_part(weight + i, rest);
-    const Moments moments = update_moments(f, c, load_part(grad + i, rest), load_part(exp_avg + i, rest),
-                                           load_part(exp_avg_sq + i, rest), w);
-    const F32x16 d = denominator(f, c, sqrt(moments.exp_avg_sq));
-    const F32x16 updated = update_weight(f, c, moments.exp_avg, d, w);
-    store_moments(f, w, moments, exp_avg + i, exp_avg_sq + i, rest);
-    store_part(weight + i, updated, rest);
-    if constexpr (kRounded) store_part(rounded + i, updated, rest);
-    if constexpr (kDelta) {
-      float deltas[16];
-      store(deltas, delta_of(f, moments.exp_avg, d, w));
-      const F32x16 delta = load_part(deltas, rest);  // with eps = 0 the lanes beyond are 0 / 0
-      lanes = {add_lanes(lanes.sum, delta), add_squares(lanes.sum_of_squares, delta)};
-    }
-  }
+  for_groups(
+      begin, end, BMT_BODY(i, group) {
+        fetch_to_write(weight + i, group);
+        fetch_to_write(exp_avg + i, group);
+        fetch_to_write(exp_avg_sq + i, group);
+        fetch(grad + i, group);
+        if constexpr (kRounded) fetch_to_write(rounded + i, group);
+        const F32x16 w = load(weight + i, group);
+        const Moments moments = update_moments(f, c, load(grad + i, group), load(exp_avg + i, group),
+                                               load(exp_avg_sq + i, group), w);
+        const F32x16 d = denominator(f, c, sqrt(moments.exp_avg_sq));
+        const F32x16 updated = update_weight(f, c, moments.exp_avg, d, w);
+        store_moments(f, w, moments, exp_avg + i, exp_avg_sq + i, group);
+        store(weight + i, updated, group);
+        if constexpr (kRounded) store(rounded + i, updated, group);
+        if constexpr (kDelta) {
+          float deltas[16];
+          store(deltas, delta_of(f, moments.exp_avg, d, w));
+          const F32x16 delta = load(deltas, group);  // with eps = 0 the lanes beyond are 0 / 0
+          lanes = {add_lanes(lanes.sum, delta), add_squares(lanes.sum_of_squares, delta)};
+        }
+      });
   if constexpr (kDelta) *sums = {sum_of_lanes(lanes.sum), sum_of_lanes(lanes.sum_of_squares)};
 }
 
@@ -201,27 +179,19 @@ static void adam_in_blocks(const AdamSlice& slice, std::int64_t begin, std::int6
     float* const m = slice.exp_avg + first;
     float* const v = slice.exp_avg_sq + first;
     const Grad* const g = grad + first;
-    std::int64_t i = 0;
-    for (; i + 16 <= n; i += 16) {
-      const Moments moments = update_moments(f, c, load(g + i), load(m + i), load(v + i), load(w + i));
-      store(m + i, moments.exp_avg);
-      store(v + i, moments.exp_avg_sq);
-    }
-    const std::int64_t rest = n - i;
-    if (rest > 0) {
-      const Moments moments = update_moments(f, c, load_part(g + i, rest), load_part(m + i, rest),
-                                             load_part(v + i, rest), load_part(w + i, rest));
-      store_part(m + i, moments.exp_avg, rest);
-      store_part(v + i, moments.exp_avg_sq, rest);
-    }
+    for_groups(
+        0, n, BMT_BODY(i, group) {
+          const Moments moments = update_moments(f, c, load(g + i, group), load(m + i, group),
+                                                 load(v + i, group), load(w + i, group));
+          store(m + i, moments.exp_avg, group);
+          store(v + i, moments.exp_avg_sq, group);
+        });
     f.sqrt(n, v, roots);
-    for (i = 0; i + 16 <= n; i += 16) {
-      store(w + i, update_weight(f, c, load(m + i), denominator(f, c, load(roots + i)), load(w + i)));
-    }
-    if (rest > 0) {
-      const F32x16 d = denominator(f, c, load_part(roots + i, rest));
-      store_part(w + i, update_weight(f, c, load_part(m + i, rest), d, load_part(w + i, rest)), rest);
-    }
+    for_groups(
+        0, n, BMT_BODY(i, group) {
+          const F32x16 d = denominator(f, c, load(roots + i, group));
+          store(w + i, update_weight(f, c, load(m + i, group), d, load(w + i, group)), group);
+        });
   }
 }
 
@@ -238,14 +208,6 @@ static void adam_rounded_to(const AdamSlice& slice, std::int64_t begin, std::int
   if (slice.coded_exp_avg.codes != nullptr) return adam_coded<Grad, Rounded>(slice, begin, end);
   if (slice.bf16_exp_avg != nullptr) return adam_with_moments<Grad, Rounded, Bf16>(slice, begin, end, sums);
   return adam_with_moments<Grad, Rounded, float>(slice, begin, end, sums);
-}
-
-template <typename Grad>
-static void adam_from(const AdamSlice& slice, std::int64_t begin, std::int64_t end, DeltaSums* sums) {
-  if (slice.factors.sqrt != nullptr) return adam_in_blocks<Grad>(slice, begin, end);
-  if (slice.rounded == nullptr) return adam_rounded_to<Grad, float>(slice, begin, end, sums);
-  if (slice.rounded_dtype == DType::kBFloat16) return adam_rounded_to<Grad, Bf16>(slice, begin, end, sums);
-  return adam_rounded_to<Grad, Half>(slice, begin, end, sums);
 }
 
 // The loads and stores of a 16-bit step and nothing else: its ceiling. It leaves weights and moments as they
@@ -277,14 +239,11 @@ static void adam_move(const AdamSlice& slice, std::int64_t offset, std::int64_t 
 }
 
 static void adam(const AdamSlice& slice, std::int64_t offset, std::int64_t n, DeltaSums* sums) {
-  switch (slice.grad_dtype) {
-    case DType::kFloat32:
-      return adam_from<float>(slice, offset, offset + n, sums);
-    case DType::kFloat16:
-      return adam_from<Half>(slice, offset, offset + n, sums);
-    case DType::kBFloat16:
-      return adam_from<Bf16>(slice, offset, offset + n, sums);
-    case DType::kFloat64:
-      return;
-  }
+  const std::int64_t end = offset + n;
+  with_type(slice.grad_dtype, [&](auto grad) {
+    using Grad = decltype(grad);
+    if (slice.factors.sqrt != nullptr) return adam_in_blocks<Grad>(slice, offset, end);
+    with_type(slice.rounded == nullptr ? DType::kFloat32 : slice.rounded_dtype,
+              [&](auto rounded) { adam_rounded_to<Grad, decltype(rounded)>(slice, offset, end, sums); });
+  });
 }

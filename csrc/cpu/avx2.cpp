@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "cpu/element.h"
 #include "cpu/isa.h"
@@ -20,6 +21,10 @@
 
 namespace bmtrain::cpu::avx2 {
 
+using Register = __m256;
+using WideRegister = __m256d;
+#include "cpu/vector.inl"
+//
 #include "cpu/vector_avx2.inl"
 //
 #include "cpu/kernels.inl"

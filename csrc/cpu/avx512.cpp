@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "cpu/element.h"
 #include "cpu/isa.h"
@@ -27,6 +28,10 @@
 
 namespace bmtrain::cpu::avx512 {
 
+using Register = __m512;
+using WideRegister = __m512d;
+#include "cpu/vector.inl"
+//
 #include "cpu/vector_avx512.inl"
 //
 #include "cpu/kernels.inl"

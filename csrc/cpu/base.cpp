@@ -9,12 +9,17 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "cpu/element.h"
 #include "cpu/isa.h"
 #include "cpu/kernels.h"
 
 namespace bmtrain::cpu::base {
+using Register [[gnu::vector_size(16)]] = float;
+using WideRegister [[gnu::vector_size(16)]] = double;
+#include "cpu/vector.inl"
+//
 #include "cpu/vector_base.inl"
 //
 #include "cpu/kernels.inl"

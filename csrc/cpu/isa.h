@@ -9,9 +9,9 @@
 //   - a fused multiply-add is one where the body says so (`fma`) and nowhere else: -ffp-contract=off;
 //   - all other operations are IEEE 754's, and conversions to 16 bits round to nearest even, with denormals.
 // The sign and the payload of a NaN are all that may differ.
-// avx2.cpp and avx512.cpp raise the compiler's target only after all headers, and instantiate nothing of the
-// standard library afterwards: an inline function compiled there could be chosen by the linker for everybody,
-// and crash on an older processor.
+// avx2.cpp and avx512.cpp raise the compiler's target only after all headers, and instantiate no function of
+// the standard library afterwards: an inline function compiled there could be chosen by the linker for
+// everybody, and crash on an older processor.
 #pragma once
 
 #include <cstdint>

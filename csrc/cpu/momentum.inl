@@ -64,28 +64,20 @@ static void momentum_one_pass(const MomentumSlice& slice, std::int64_t begin, st
   Rounded* rounded = static_cast<Rounded*>(slice.rounded);
   float* const weight = slice.weight;
   float* const momentum = slice.momentum;
-  std::int64_t i = begin;
-  for (; i + 16 <= end; i += 16) {
-    __builtin_prefetch(weight + i + kAhead, 1);
-    if constexpr (kMomentum) __builtin_prefetch(momentum + i + kAhead, 1);
-    __builtin_prefetch(grad + i + kAhead);
-    if constexpr (kRounded) __builtin_prefetch(rounded + i + kAhead, 1);
-    F32x16 b = broadcast(0.0f);
-    if constexpr (kMomentum) b = load(momentum + i);
-    const WeightAndMomentum updated = momentum_step<kStep>(f, c, load(grad + i), load(weight + i), b);
-    if constexpr (kMomentum) store(momentum + i, updated.momentum);
-    store(weight + i, updated.weight);
-    if constexpr (kRounded) store(rounded + i, updated.weight);
-  }
-  if (const std::int64_t rest = end - i; rest > 0) {
-    F32x16 b = broadcast(0.0f);
-    if constexpr (kMomentum) b = load_part(momentum + i, rest);
-    const WeightAndMomentum updated =
-        momentum_step<kStep>(f, c, load_part(grad + i, rest), load_part(weight + i, rest), b);
-    if constexpr (kMomentum) store_part(momentum + i, updated.momentum, rest);
-    store_part(weight + i, updated.weight, rest);
-    if constexpr (kRounded) store_part(rounded + i, updated.weight, rest);
-  }
+  for_groups(
+      begin, end, BMT_BODY(i, group) {
+        fetch_to_write(weight + i, group);
+        if constexpr (kMomentum) fetch_to_write(momentum + i, group);
+        fetch(grad + i, group);
+        if constexpr (kRounded) fetch_to_write(rounded + i, group);
+        F32x16 b = broadcast(0.0f);
+        if constexpr (kMomentum) b = load(momentum + i, group);
+        const WeightAndMomentum updated =
+            momentum_step<kStep>(f, c, load(grad + i, group), load(weight + i, group), b);
+        if constexpr (kMomentum) store(momentum + i, updated.momentum, group);
+        store(weight + i, updated.weight, group);
+        if constexpr (kRounded) store(rounded + i, updated.weight, group);
+      });
 }
 
 template <typename Grad, typename Rounded>
@@ -99,22 +91,10 @@ static void momentum_rounded_to(const MomentumSlice& slice, std::int64_t begin, 
   return momentum_one_pass<Grad, Rounded, MomentumStep::kPlain>(slice, begin, end);
 }
 
-template <typename Grad>
-static void momentum_from(const MomentumSlice& slice, std::int64_t begin, std::int64_t end) {
-  if (slice.rounded == nullptr) return momentum_rounded_to<Grad, float>(slice, begin, end);
-  if (slice.rounded_dtype == DType::kBFloat16) return momentum_rounded_to<Grad, Bf16>(slice, begin, end);
-  return momentum_rounded_to<Grad, Half>(slice, begin, end);
-}
-
 static void momentum(const MomentumSlice& slice, std::int64_t offset, std::int64_t n) {
-  switch (slice.grad_dtype) {
-    case DType::kFloat32:
-      return momentum_from<float>(slice, offset, offset + n);
-    case DType::kFloat16:
-      return momentum_from<Half>(slice, offset, offset + n);
-    case DType::kBFloat16:
-      return momentum_from<Bf16>(slice, offset, offset + n);
-    case DType::kFloat64:
-      return;
-  }
+  with_type(slice.grad_dtype, [&](auto grad) {
+    with_type(slice.rounded == nullptr ? DType::kFloat32 : slice.rounded_dtype, [&](auto rounded) {
+      momentum_rounded_to<decltype(grad), decltype(rounded)>(slice, offset, offset + n);
+    });
+  });
 }

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "cpu/element.h"
 #include "cpu/isa.h"
@@ -12,6 +13,10 @@
 
 namespace bmtrain::cpu::neon {
 
+using Register = float32x4_t;
+using WideRegister = float64x2_t;
+#include "cpu/vector.inl"
+//
 #include "cpu/vector_neon.inl"
 //
 #include "cpu/kernels.inl"

@@ -1,27 +1,12 @@
-// Vectors of 16 lanes on AVX2, FMA and F16C.
-
-struct F32x16 {
-  __m256 low, high;
-};
-
-struct F64x16 {
-  __m256d quarter[4];
-};
-
-static inline F32x16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-static inline void store(float* p, F32x16 x) {
-  _mm256_storeu_ps(p, x.low);
-  _mm256_storeu_ps(p + 8, x.high);
-}
+// What vectors of 16 lanes take of AVX2, FMA and F16C.
 
 static inline F32x16 load(const Half* p) {
-  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
-          _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+  BMT_PARTS(F32x16, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8 * i))));
 }
 static inline void store(Half* p, F32x16 x) {
   constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x.low, kNearest));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(x.high, kNearest));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x.part[0], kNearest));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(x.part[1], kNearest));
 }
 
 static inline __m256 load8(const Bf16* p) {
@@ -30,7 +15,7 @@ static inline __m256 load8(const Bf16* p) {
                                          -1, -1, 8, 9, -1, -1, 10, 11, -1, -1, 12, 13, -1, -1, 14, 15);
   return _mm256_castsi256_ps(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(words), upper));
 }
-static inline F32x16 load(const Bf16* p) { return {load8(p), load8(p + 8)}; }
+static inline F32x16 load(const Bf16* p) { BMT_PARTS(F32x16, load8(p + 8 * i)); }
 
 // The rounded upper halves, in the lower halves.
 static inline __m256i narrow_bf16(__m256 x) {
@@ -41,29 +26,16 @@ static inline __m256i narrow_bf16(__m256 x) {
   return _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), _mm256_set1_epi32(0x7fc0), nan);
 }
 static inline void store(Bf16* p, F32x16 x) {
-  const __m256i packed = _mm256_packus_epi32(narrow_bf16(x.low), narrow_bf16(x.high));
+  const __m256i packed = _mm256_packus_epi32(narrow_bf16(x.part[0]), narrow_bf16(x.part[1]));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
 }
 
 static inline void store_upper_halves(Bf16* p, F32x16 x) {
-  const __m256i low = _mm256_srli_epi32(_mm256_castps_si256(x.low), 16);
-  const __m256i high = _mm256_srli_epi32(_mm256_castps_si256(x.high), 16);
+  const __m256i low = _mm256_srli_epi32(_mm256_castps_si256(x.part[0]), 16);
+  const __m256i high = _mm256_srli_epi32(_mm256_castps_si256(x.part[1]), 16);
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), packed);
 }
-
-// Words of some elements, see [Note: Words of a block].
-struct Words {
-  static constexpr int kElements = 16;
-  static constexpr int kParts = 1;
-  using Part [[gnu::vector_size(32)]] = std::uint16_t;
-  using SignedPart [[gnu::vector_size(32)]] = std::int16_t;
-  using Bits [[gnu::vector_size(32)]] = std::uint32_t;
-  Part part[kParts];
-};
-static constexpr int kRegisters = 2;
-static inline Words::Bits bits_at(const F32x16& x, int i) { return (Words::Bits)(i == 0 ? x.low : x.high); }
-static inline void set_bits(F32x16& x, int i, Words::Bits bits) { (i == 0 ? x.low : x.high) = (__m256)bits; }
 
 // Codes in the upper bytes of words.
 static inline void load_codes(Words& codes, const std::uint8_t* p) {
@@ -83,12 +55,12 @@ static inline void store_codes(std::uint8_t* p, const Words (&codes)[2]) {
 }
 static inline void split_words(F32x16 (&x)[1], const Words& words) {
   const __m256i pairs = (__m256i)words.part[0];
-  x[0].low = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
-  x[0].high = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-0x10000)));
+  x[0].part[0] = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+  x[0].part[1] = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-0x10000)));
 }
 static inline void join_words(Words& words, const F32x16 (&x)[1]) {
-  const __m256i even = _mm256_srli_epi32(_mm256_castps_si256(x[0].low), 16);
-  words.part[0] = (Words::Part)_mm256_blend_epi16(even, _mm256_castps_si256(x[0].high), 0xaa);
+  const __m256i even = _mm256_srli_epi32(_mm256_castps_si256(x[0].part[0]), 16);
+  words.part[0] = (Words::Part)_mm256_blend_epi16(even, _mm256_castps_si256(x[0].part[1]), 0xaa);
 }
 // x - y, or 0 where that is less.
 static inline void subtract_to_0(Words::Part& x, const Words::Part& y) {
@@ -121,27 +93,12 @@ static inline void max_of_words(U16x8& largest, const Words (&words)[8]) {
   largest = (U16x8)_mm_packus_epi32(_mm256_castsi256_si128(one), _mm256_extracti128_si256(one, 1));
 }
 
-static inline F32x16 broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-static inline F32x16 add(F32x16 a, F32x16 b) {
-  return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)};
-}
-static inline F32x16 sub(F32x16 a, F32x16 b) {
-  return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)};
-}
-static inline F32x16 mul(F32x16 a, F32x16 b) {
-  return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)};
-}
-static inline F32x16 div(F32x16 a, F32x16 b) {
-  return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)};
-}
-static inline F32x16 sqrt(F32x16 a) { return {_mm256_sqrt_ps(a.low), _mm256_sqrt_ps(a.high)}; }
+static inline F32x16 sqrt(F32x16 a) { BMT_PARTS(F32x16, _mm256_sqrt_ps(a.part[i])); }
 // a if that is less, else b, also if a is NaN.
-static inline F32x16 min_of(F32x16 a, F32x16 b) {
-  return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)};
-}
+static inline F32x16 min_of(F32x16 a, F32x16 b) { BMT_PARTS(F32x16, _mm256_min_ps(a.part[i], b.part[i])); }
 // a * b + c with one rounding.
 static inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
-  return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+  BMT_PARTS(F32x16, _mm256_fmadd_ps(a.part[i], b.part[i], c.part[i]));
 }
 
 // See [Note: Division by a known number].
@@ -152,51 +109,21 @@ static inline __m256 div_by8(__m256 x, const Divisor& d) {
   const __m256 finite = _mm256_cmp_ps(x, _mm256_set1_ps(__builtin_inff()), _CMP_NEQ_UQ);
   return _mm256_blendv_ps(x, _mm256_fmadd_ps(rest, high, q), finite);
 }
-static inline F32x16 div_by(F32x16 x, const Divisor& d) { return {div_by8(x.low, d), div_by8(x.high, d)}; }
+static inline F32x16 div_by(F32x16 x, const Divisor& d) { BMT_PARTS(F32x16, div_by8(x.part[i], d)); }
 
 static inline __m256 max_magnitude8(__m256 a, __m256 b) {
   const __m256i magnitude = _mm256_and_si256(_mm256_castps_si256(b), _mm256_set1_epi32(0x7fffffff));
   return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), magnitude));
 }
 static inline F32x16 max_magnitude(F32x16 a, F32x16 b) {
-  return {max_magnitude8(a.low, b.low), max_magnitude8(a.high, b.high)};
-}
-
-static inline F64x16 load(const double* p) {
-  return {{_mm256_loadu_pd(p), _mm256_loadu_pd(p + 4), _mm256_loadu_pd(p + 8), _mm256_loadu_pd(p + 12)}};
-}
-static inline void store(double* p, F64x16 x) {
-  for (int i = 0; i < 4; ++i) _mm256_storeu_pd(p + 4 * i, x.quarter[i]);
-}
-static inline F64x16 broadcast(double x) {
-  const __m256d value = _mm256_set1_pd(x);
-  return {{value, value, value, value}};
-}
-static inline F64x16 add(F64x16 a, F64x16 b) {
-  for (int i = 0; i < 4; ++i) a.quarter[i] = _mm256_add_pd(a.quarter[i], b.quarter[i]);
-  return a;
-}
-static inline F64x16 mul(F64x16 a, F64x16 b) {
-  for (int i = 0; i < 4; ++i) a.quarter[i] = _mm256_mul_pd(a.quarter[i], b.quarter[i]);
-  return a;
+  BMT_PARTS(F32x16, max_magnitude8(a.part[i], b.part[i]));
 }
 
 static inline F64x16 widen(F32x16 x) {
-  return {{_mm256_cvtps_pd(_mm256_castps256_ps128(x.low)), _mm256_cvtps_pd(_mm256_extractf128_ps(x.low, 1)),
-           _mm256_cvtps_pd(_mm256_castps256_ps128(x.high)),
-           _mm256_cvtps_pd(_mm256_extractf128_ps(x.high, 1))}};
+  BMT_PARTS(F64x16, _mm256_cvtps_pd(i % 2 == 0 ? _mm256_castps256_ps128(x.part[i / 2])
+                                               : _mm256_extractf128_ps(x.part[i / 2], 1)));
 }
-static inline F64x16 add_lanes(F64x16 total, F32x16 x) { return add(total, widen(x)); }
 static inline F64x16 add_squares(F64x16 total, F32x16 x) {
   const F64x16 wide = widen(x);
-  for (int i = 0; i < 4; ++i) {
-    total.quarter[i] = _mm256_fmadd_pd(wide.quarter[i], wide.quarter[i], total.quarter[i]);
-  }
-  return total;
-}
-static inline double sum_of_lanes(F64x16 x) {
-  const __m256d four =
-      _mm256_add_pd(_mm256_add_pd(x.quarter[0], x.quarter[2]), _mm256_add_pd(x.quarter[1], x.quarter[3]));
-  const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
-  return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+  BMT_PARTS(F64x16, _mm256_fmadd_pd(wide.part[i], wide.part[i], total.part[i]));
 }

@@ -1,21 +1,11 @@
-// Vectors of 16 lanes on AVX-512. The processors' own bf16 conversion is not used: it takes denormals for 0.
-
-struct F32x16 {
-  __m512 all;
-};
-
-struct F64x16 {
-  __m512d low, high;
-};
-
-static inline F32x16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
-static inline void store(float* p, F32x16 x) { _mm512_storeu_ps(p, x.all); }
+// What vectors of 16 lanes take of AVX-512. The processors' own bf16 conversion is not used: it takes
+// denormals for 0.
 
 static inline F32x16 load(const Half* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
 static inline void store(Half* p, F32x16 x) {
-  const __m256i half = _mm512_cvtps_ph(x.all, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m256i half = _mm512_cvtps_ph(x.part[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half);
 }
 
@@ -26,31 +16,18 @@ static inline F32x16 load(const Bf16* p) {
 static inline void store_upper_halves(Bf16* p, F32x16 x) {
   const __m512i places = _mm512_setr_epi32(0x30001, 0x70005, 0xb0009, 0xf000d, 0x130011, 0x170015, 0x1b0019,
                                            0x1f001d, 0, 0, 0, 0, 0, 0, 0, 0);
-  const __m512i upper = _mm512_permutexvar_epi16(places, _mm512_castps_si512(x.all));
+  const __m512i upper = _mm512_permutexvar_epi16(places, _mm512_castps_si512(x.part[0]));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_castsi512_si256(upper));
 }
 static inline void store(Bf16* p, F32x16 x) {
-  const __m512i bits = _mm512_castps_si512(x.all);
+  const __m512i bits = _mm512_castps_si512(x.part[0]);
   const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
   __m512i rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
   rounded = _mm512_mask_sub_epi32(rounded, odd, rounded, _mm512_set1_epi32(-1));
-  const __mmask16 nan = _mm512_cmp_ps_mask(x.all, x.all, _CMP_UNORD_Q);
+  const __mmask16 nan = _mm512_cmp_ps_mask(x.part[0], x.part[0], _CMP_UNORD_Q);
   rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
   store_upper_halves(p, {_mm512_castsi512_ps(rounded)});
 }
-
-// Words of some elements, see [Note: Words of a block].
-struct Words {
-  static constexpr int kElements = 32;
-  static constexpr int kParts = 1;
-  using Part [[gnu::vector_size(64)]] = std::uint16_t;
-  using SignedPart [[gnu::vector_size(64)]] = std::int16_t;
-  using Bits [[gnu::vector_size(64)]] = std::uint32_t;
-  Part part[kParts];
-};
-static constexpr int kRegisters = 1;
-static inline Words::Bits bits_at(const F32x16& x, int /*i*/) { return (Words::Bits)x.all; }
-static inline void set_bits(F32x16& x, int /*i*/, Words::Bits bits) { x.all = (__m512)bits; }
 
 // Codes in the upper bytes of words.
 static inline void load_codes(Words& codes, const std::uint8_t* p) {
@@ -70,12 +47,12 @@ static inline void store_codes(std::uint8_t* p, const Words (&codes)[1]) {
 }
 static inline void split_words(F32x16 (&x)[2], const Words& words) {
   const __m512i pairs = (__m512i)words.part[0];
-  x[0].all = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-  x[1].all = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-0x10000)));
+  x[0].part[0] = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+  x[1].part[0] = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-0x10000)));
 }
 static inline void join_words(Words& words, const F32x16 (&x)[2]) {
-  const __m512i even = _mm512_srli_epi32(_mm512_castps_si512(x[0].all), 16);
-  words.part[0] = (Words::Part)_mm512_mask_mov_epi16(even, 0xaaaaaaaau, _mm512_castps_si512(x[1].all));
+  const __m512i even = _mm512_srli_epi32(_mm512_castps_si512(x[0].part[0]), 16);
+  words.part[0] = (Words::Part)_mm512_mask_mov_epi16(even, 0xaaaaaaaau, _mm512_castps_si512(x[1].part[0]));
 }
 // x - y, or 0 where that is less.
 static inline void subtract_to_0(Words::Part& x, const Words::Part& y) {
@@ -107,55 +84,34 @@ static inline void max_of_words(U16x8& largest, const Words (&words)[8]) {
   largest = (U16x8)_mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
 }
 
-static inline F32x16 broadcast(float x) { return {_mm512_set1_ps(x)}; }
-static inline F32x16 add(F32x16 a, F32x16 b) { return {_mm512_add_ps(a.all, b.all)}; }
-static inline F32x16 sub(F32x16 a, F32x16 b) { return {_mm512_sub_ps(a.all, b.all)}; }
-static inline F32x16 mul(F32x16 a, F32x16 b) { return {_mm512_mul_ps(a.all, b.all)}; }
-static inline F32x16 div(F32x16 a, F32x16 b) { return {_mm512_div_ps(a.all, b.all)}; }
-static inline F32x16 sqrt(F32x16 a) { return {_mm512_sqrt_ps(a.all)}; }
+static inline F32x16 sqrt(F32x16 a) { return {_mm512_sqrt_ps(a.part[0])}; }
 // a if that is less, else b, also if a is NaN.
-static inline F32x16 min_of(F32x16 a, F32x16 b) { return {_mm512_min_ps(a.all, b.all)}; }
+static inline F32x16 min_of(F32x16 a, F32x16 b) { return {_mm512_min_ps(a.part[0], b.part[0])}; }
 // a * b + c with one rounding.
-static inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) { return {_mm512_fmadd_ps(a.all, b.all, c.all)}; }
+static inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
+  return {_mm512_fmadd_ps(a.part[0], b.part[0], c.part[0])};
+}
 
 // See [Note: Division by a known number].
 static inline F32x16 div_by(F32x16 x, const Divisor& d) {
   const __m512 high = _mm512_set1_ps(d.reciprocal);
-  const __m512 q = _mm512_fmadd_ps(x.all, high, _mm512_mul_ps(x.all, _mm512_set1_ps(d.reciprocal_rest)));
-  const __m512 rest = _mm512_fnmadd_ps(q, _mm512_set1_ps(d.value), x.all);
-  const __mmask16 finite = _mm512_cmp_ps_mask(x.all, _mm512_set1_ps(__builtin_inff()), _CMP_NEQ_UQ);
-  return {_mm512_mask_mov_ps(x.all, finite, _mm512_fmadd_ps(rest, high, q))};
+  const __m512 q =
+      _mm512_fmadd_ps(x.part[0], high, _mm512_mul_ps(x.part[0], _mm512_set1_ps(d.reciprocal_rest)));
+  const __m512 rest = _mm512_fnmadd_ps(q, _mm512_set1_ps(d.value), x.part[0]);
+  const __mmask16 finite = _mm512_cmp_ps_mask(x.part[0], _mm512_set1_ps(__builtin_inff()), _CMP_NEQ_UQ);
+  return {_mm512_mask_mov_ps(x.part[0], finite, _mm512_fmadd_ps(rest, high, q))};
 }
 
 static inline F32x16 max_magnitude(F32x16 a, F32x16 b) {
-  const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(b.all), _mm512_set1_epi32(0x7fffffff));
-  return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a.all), magnitude))};
-}
-
-static inline F64x16 load(const double* p) { return {_mm512_loadu_pd(p), _mm512_loadu_pd(p + 8)}; }
-static inline void store(double* p, F64x16 x) {
-  _mm512_storeu_pd(p, x.low);
-  _mm512_storeu_pd(p + 8, x.high);
-}
-static inline F64x16 broadcast(double x) { return {_mm512_set1_pd(x), _mm512_set1_pd(x)}; }
-static inline F64x16 add(F64x16 a, F64x16 b) {
-  return {_mm512_add_pd(a.low, b.low), _mm512_add_pd(a.high, b.high)};
-}
-static inline F64x16 mul(F64x16 a, F64x16 b) {
-  return {_mm512_mul_pd(a.low, b.low), _mm512_mul_pd(a.high, b.high)};
+  const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(b.part[0]), _mm512_set1_epi32(0x7fffffff));
+  return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a.part[0]), magnitude))};
 }
 
 static inline F64x16 widen(F32x16 x) {
-  return {_mm512_cvtps_pd(_mm512_castps512_ps256(x.all)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(x.all, 1))};
+  return {_mm512_cvtps_pd(_mm512_castps512_ps256(x.part[0])),
+          _mm512_cvtps_pd(_mm512_extractf32x8_ps(x.part[0], 1))};
 }
-static inline F64x16 add_lanes(F64x16 total, F32x16 x) { return add(total, widen(x)); }
 static inline F64x16 add_squares(F64x16 total, F32x16 x) {
   const F64x16 wide = widen(x);
-  return {_mm512_fmadd_pd(wide.low, wide.low, total.low), _mm512_fmadd_pd(wide.high, wide.high, total.high)};
-}
-static inline double sum_of_lanes(F64x16 x) {
-  const __m512d eight = _mm512_add_pd(x.low, x.high);
-  const __m256d four = _mm256_add_pd(_mm512_castpd512_pd256(eight), _mm512_extractf64x4_pd(eight, 1));
-  const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
-  return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+  BMT_PARTS(F64x16, _mm512_fmadd_pd(wide.part[i], wide.part[i], total.part[i]));
 }

@@ -1,21 +1,10 @@
-// Vectors of 16 lanes in plain C++. See [Note: One body, several levels] for what must agree between the
-// levels.
-
-struct F32x16 {
-  float lane[16];
-};
-
-struct F64x16 {
-  double lane[16];
-};
+// What vectors of 16 lanes take of plain C++.
 
 static inline float float_of(std::uint32_t bits) { return __builtin_bit_cast(float, bits); }
 static inline std::uint32_t bits_of(float x) { return __builtin_bit_cast(std::uint32_t, x); }
 
 // Conversions of one element. A NaN becomes 0x7fc0 in bf16, and in fp16 keeps its sign and upper payload and
 // becomes quiet, as the processor's own conversion has it.
-
-static inline float to_float(float x) { return x; }
 
 static inline float to_float(Bf16 x) { return float_of(static_cast<std::uint32_t>(x.bits) << 16); }
 
@@ -28,8 +17,6 @@ static inline float to_float(Half x) {
   // Denormal or zero: exact in fp32.
   return float_of(sign | bits_of(static_cast<float>(magnitude) * 0x1p-24f));
 }
-
-static inline void from_float(float x, float* out) { *out = x; }
 
 static inline void from_float(float x, Bf16* out) {
   const std::uint32_t bits = bits_of(x);
@@ -63,45 +50,30 @@ static inline void from_float(float x, Half* out) {
 
 template <typename T>
 static inline F32x16 load(const T* p) {
-  F32x16 out;
+  float lane[16];
   for (int i = 0; i < 16; ++i) {
     T x;
     __builtin_memcpy(&x, p + i, sizeof(T));
-    out.lane[i] = to_float(x);
+    lane[i] = to_float(x);
   }
-  return out;
+  return load(lane);
 }
 
 template <typename T>
 static inline void store(T* p, F32x16 x) {
+  float lane[16];
+  store(lane, x);
   for (int i = 0; i < 16; ++i) {
     T y;
-    from_float(x.lane[i], &y);
+    from_float(lane[i], &y);
     __builtin_memcpy(p + i, &y, sizeof(T));
   }
 }
 
 static inline void store_upper_halves(Bf16* p, F32x16 x) {
-  for (int i = 0; i < 16; ++i) p[i].bits = static_cast<std::uint16_t>(bits_of(x.lane[i]) >> 16);
-}
-
-// Words of some elements, see [Note: Words of a block].
-struct Words {
-  static constexpr int kElements = 16;
-  static constexpr int kParts = 2;
-  using Part [[gnu::vector_size(16)]] = std::uint16_t;
-  using SignedPart [[gnu::vector_size(16)]] = std::int16_t;
-  using Bits [[gnu::vector_size(16)]] = std::uint32_t;
-  Part part[kParts];
-};
-static constexpr int kRegisters = 4;
-static inline Words::Bits bits_at(const F32x16& x, int i) {
-  Words::Bits bits;
-  __builtin_memcpy(&bits, x.lane + 4 * i, sizeof bits);
-  return bits;
-}
-static inline void set_bits(F32x16& x, int i, Words::Bits bits) {
-  __builtin_memcpy(x.lane + 4 * i, &bits, sizeof bits);
+  std::uint32_t lane[16];
+  store(reinterpret_cast<float*>(lane), x);
+  for (int i = 0; i < 16; ++i) p[i].bits = static_cast<std::uint16_t>(lane[i] >> 16);
 }
 
 // The place of the word of element i.
@@ -120,11 +92,15 @@ static inline void store_codes(std::uint8_t* p, const Words (&codes)[2]) {
 static inline void split_words(F32x16 (&x)[1], const Words& words) {
   std::uint16_t from[16];
   __builtin_memcpy(from, &words, sizeof words);
-  for (int i = 0; i < 16; ++i) x[0].lane[i] = float_of(static_cast<std::uint32_t>(from[word_of(i)]) << 16);
+  std::uint32_t lane[16];
+  for (int i = 0; i < 16; ++i) lane[i] = static_cast<std::uint32_t>(from[word_of(i)]) << 16;
+  x[0] = load(reinterpret_cast<const float*>(lane));
 }
 static inline void join_words(Words& words, const F32x16 (&x)[1]) {
+  std::uint32_t lane[16];
+  store(reinterpret_cast<float*>(lane), x[0]);
   std::uint16_t to[16];
-  for (int i = 0; i < 16; ++i) to[word_of(i)] = static_cast<std::uint16_t>(bits_of(x[0].lane[i]) >> 16);
+  for (int i = 0; i < 16; ++i) to[word_of(i)] = static_cast<std::uint16_t>(lane[i] >> 16);
   __builtin_memcpy(&words, to, sizeof words);
 }
 // x - y, or 0 where that is less.
@@ -141,72 +117,40 @@ static inline void max_of_words(U16x8& largest, const Words (&words)[8]) {
   }
 }
 
-#define BMT_LANEWISE(expression)                           \
-  F32x16 out;                                              \
-  for (int i = 0; i < 16; ++i) out.lane[i] = (expression); \
+#define BMT_LANES(Vector, expression)                                                           \
+  Vector out;                                                                                   \
+  for (int i = 0; i < 16; ++i) out.part[i / Vector::kLanes][i % Vector::kLanes] = (expression); \
   return out
 
-static inline F32x16 broadcast(float x) { BMT_LANEWISE(x); }
-static inline F32x16 add(F32x16 a, F32x16 b) { BMT_LANEWISE(a.lane[i] + b.lane[i]); }
-static inline F32x16 sub(F32x16 a, F32x16 b) { BMT_LANEWISE(a.lane[i] - b.lane[i]); }
-static inline F32x16 mul(F32x16 a, F32x16 b) { BMT_LANEWISE(a.lane[i] * b.lane[i]); }
-static inline F32x16 div(F32x16 a, F32x16 b) { BMT_LANEWISE(a.lane[i] / b.lane[i]); }
-static inline F32x16 div_by(F32x16 x, const Divisor& d) { BMT_LANEWISE(x.lane[i] / d.value); }
-static inline F32x16 sqrt(F32x16 a) { BMT_LANEWISE(__builtin_sqrtf(a.lane[i])); }
+static inline float lane_of(const F32x16& x, int i) { return x.part[i / F32x16::kLanes][i % F32x16::kLanes]; }
+static inline F32x16 div_by(F32x16 x, const Divisor& d) { return div(x, broadcast(d.value)); }
+static inline F32x16 sqrt(F32x16 a) { BMT_LANES(F32x16, __builtin_sqrtf(lane_of(a, i))); }
 // a if that is less, else b, also if a is NaN.
 static inline F32x16 min_of(F32x16 a, F32x16 b) {
-  BMT_LANEWISE(a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]);
+  BMT_PARTS(F32x16, a.part[i] < b.part[i] ? a.part[i] : b.part[i]);
 }
 // a * b + c with one rounding.
 static inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
-  BMT_LANEWISE(__builtin_fmaf(a.lane[i], b.lane[i], c.lane[i]));
-}
-#undef BMT_LANEWISE
-
-static inline F64x16 load(const double* p) {
-  F64x16 out;
-  __builtin_memcpy(&out, p, sizeof out);
-  return out;
-}
-static inline void store(double* p, F64x16 x) { __builtin_memcpy(p, &x, sizeof x); }
-
-static inline F64x16 broadcast(double x) {
-  F64x16 out;
-  for (int i = 0; i < 16; ++i) out.lane[i] = x;
-  return out;
-}
-static inline F64x16 add(F64x16 a, F64x16 b) {
-  for (int i = 0; i < 16; ++i) a.lane[i] += b.lane[i];
-  return a;
-}
-static inline F64x16 mul(F64x16 a, F64x16 b) {
-  for (int i = 0; i < 16; ++i) a.lane[i] *= b.lane[i];
-  return a;
+  BMT_LANES(F32x16, __builtin_fmaf(lane_of(a, i), lane_of(b, i), lane_of(c, i)));
 }
 
-// total + x and total + x * x, lane by lane in fp64, where the square of an fp32 number is exact.
-static inline F64x16 add_lanes(F64x16 total, F32x16 x) {
-  for (int i = 0; i < 16; ++i) total.lane[i] += static_cast<double>(x.lane[i]);
-  return total;
+using TwoFloats [[gnu::vector_size(8)]] = float;
+static inline F64x16 widen(F32x16 x) {
+  BMT_PARTS(F64x16,
+            __builtin_convertvector((TwoFloats{lane_of(x, 2 * i), lane_of(x, 2 * i + 1)}), WideRegister));
 }
+#undef BMT_LANES
+// total + x * x, lane by lane in fp64, where the square of an fp32 number is exact.
 static inline F64x16 add_squares(F64x16 total, F32x16 x) {
-  for (int i = 0; i < 16; ++i)
-    total.lane[i] += static_cast<double>(x.lane[i]) * static_cast<double>(x.lane[i]);
-  return total;
-}
-static inline double sum_of_lanes(F64x16 x) {
-  for (int width = 8; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) x.lane[i] += x.lane[i + width];
-  }
-  return x.lane[0];
+  const F64x16 wide = widen(x);
+  return add(total, mul(wide, wide));
 }
 
 // The larger of |a| and |b| by their bits, so that a NaN is larger than infinity. `a` is not negative.
 static inline F32x16 max_magnitude(F32x16 a, F32x16 b) {
-  for (int i = 0; i < 16; ++i) {
-    const std::uint32_t magnitude = bits_of(b.lane[i]) & 0x7fffffffu;
-    const std::uint32_t largest = bits_of(a.lane[i]);
-    a.lane[i] = float_of(magnitude > largest ? magnitude : largest);
+  for (int i = 0; i < kRegisters; ++i) {
+    const Words::Bits magnitude = bits_at(b, i) & 0x7fffffffu, largest = bits_at(a, i);
+    set_bits(a, i, magnitude > largest ? magnitude : largest);
   }
   return a;
 }

@@ -1,22 +1,4 @@
-// Vectors of 16 lanes on NEON, which every 64-bit Arm processor has.
-
-struct F32x16 {
-  float32x4_t quarter[4];
-};
-
-struct F64x16 {
-  float64x2_t pair[8];
-};
-
-#define BMT_QUARTERS(expression)                             \
-  F32x16 out;                                                \
-  for (int i = 0; i < 4; ++i) out.quarter[i] = (expression); \
-  return out
-
-static inline F32x16 load(const float* p) { BMT_QUARTERS(vld1q_f32(p + 4 * i)); }
-static inline void store(float* p, F32x16 x) {
-  for (int i = 0; i < 4; ++i) vst1q_f32(p + 4 * i, x.quarter[i]);
-}
+// What vectors of 16 lanes take of NEON, which every 64-bit Arm processor has.
 
 // Elements of 16 bits, four at a time; their addresses may be odd.
 template <typename T>
@@ -31,14 +13,14 @@ static inline void store_four(T* p, uint16x4_t x) {
 }
 
 static inline F32x16 load(const Half* p) {
-  BMT_QUARTERS(vcvt_f32_f16(vreinterpret_f16_u16(load_four(p + 4 * i))));
+  BMT_PARTS(F32x16, vcvt_f32_f16(vreinterpret_f16_u16(load_four(p + 4 * i))));
 }
 static inline void store(Half* p, F32x16 x) {
-  for (int i = 0; i < 4; ++i) store_four(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(x.quarter[i])));
+  for (int i = 0; i < 4; ++i) store_four(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(x.part[i])));
 }
 
 static inline F32x16 load(const Bf16* p) {
-  BMT_QUARTERS(vreinterpretq_f32_u32(vshll_n_u16(load_four(p + 4 * i), 16)));
+  BMT_PARTS(F32x16, vreinterpretq_f32_u32(vshll_n_u16(load_four(p + 4 * i), 16)));
 }
 // The rounded upper halves.
 static inline uint16x4_t narrow_bf16(float32x4_t x) {
@@ -49,24 +31,11 @@ static inline uint16x4_t narrow_bf16(float32x4_t x) {
   return vshrn_n_u32(vbslq_u32(number, rounded, vdupq_n_u32(0x7fc00000)), 16);
 }
 static inline void store(Bf16* p, F32x16 x) {
-  for (int i = 0; i < 4; ++i) store_four(p + 4 * i, narrow_bf16(x.quarter[i]));
+  for (int i = 0; i < 4; ++i) store_four(p + 4 * i, narrow_bf16(x.part[i]));
 }
 static inline void store_upper_halves(Bf16* p, F32x16 x) {
-  for (int i = 0; i < 4; ++i) store_four(p + 4 * i, vshrn_n_u32(vreinterpretq_u32_f32(x.quarter[i]), 16));
+  for (int i = 0; i < 4; ++i) store_four(p + 4 * i, vshrn_n_u32(vreinterpretq_u32_f32(x.part[i]), 16));
 }
-
-// Words of some elements, see [Note: Words of a block].
-struct Words {
-  static constexpr int kElements = 16;
-  static constexpr int kParts = 2;
-  using Part [[gnu::vector_size(16)]] = std::uint16_t;
-  using SignedPart [[gnu::vector_size(16)]] = std::int16_t;
-  using Bits [[gnu::vector_size(16)]] = std::uint32_t;
-  Part part[kParts];
-};
-static constexpr int kRegisters = 4;
-static inline Words::Bits bits_at(const F32x16& x, int i) { return (Words::Bits)x.quarter[i]; }
-static inline void set_bits(F32x16& x, int i, Words::Bits bits) { x.quarter[i] = (float32x4_t)bits; }
 
 // Codes in the upper bytes of words.
 static inline void load_codes(Words& codes, const std::uint8_t* p) {
@@ -84,14 +53,13 @@ static inline void store_codes(std::uint8_t* p, const Words (&codes)[2]) {
 static inline void split_words(F32x16 (&x)[1], const Words& words) {
   for (int i = 0; i < 2; ++i) {
     const uint32x4_t pairs = (uint32x4_t)words.part[i];
-    x[0].quarter[2 * i] = vreinterpretq_f32_u32(vshlq_n_u32(pairs, 16));
-    x[0].quarter[2 * i + 1] = vreinterpretq_f32_u32(vandq_u32(pairs, vdupq_n_u32(0xffff0000u)));
+    x[0].part[2 * i] = vreinterpretq_f32_u32(vshlq_n_u32(pairs, 16));
+    x[0].part[2 * i + 1] = vreinterpretq_f32_u32(vandq_u32(pairs, vdupq_n_u32(0xffff0000u)));
   }
 }
 static inline void join_words(Words& words, const F32x16 (&x)[1]) {
   for (int i = 0; i < 2; ++i) {
-    words.part[i] =
-        (Words::Part)vtrn2q_u16((uint16x8_t)x[0].quarter[2 * i], (uint16x8_t)x[0].quarter[2 * i + 1]);
+    words.part[i] = (Words::Part)vtrn2q_u16((uint16x8_t)x[0].part[2 * i], (uint16x8_t)x[0].part[2 * i + 1]);
   }
 }
 // x - y, or 0 where that is less.
@@ -109,20 +77,15 @@ static inline void max_of_words(U16x8& largest, const Words (&words)[8]) {
   }
 }
 
-static inline F32x16 broadcast(float x) { BMT_QUARTERS(vdupq_n_f32(x)); }
-static inline F32x16 add(F32x16 a, F32x16 b) { BMT_QUARTERS(vaddq_f32(a.quarter[i], b.quarter[i])); }
-static inline F32x16 sub(F32x16 a, F32x16 b) { BMT_QUARTERS(vsubq_f32(a.quarter[i], b.quarter[i])); }
-static inline F32x16 mul(F32x16 a, F32x16 b) { BMT_QUARTERS(vmulq_f32(a.quarter[i], b.quarter[i])); }
-static inline F32x16 div(F32x16 a, F32x16 b) { BMT_QUARTERS(vdivq_f32(a.quarter[i], b.quarter[i])); }
 static inline F32x16 div_by(F32x16 x, const Divisor& d) { return div(x, broadcast(d.value)); }
-static inline F32x16 sqrt(F32x16 a) { BMT_QUARTERS(vsqrtq_f32(a.quarter[i])); }
+static inline F32x16 sqrt(F32x16 a) { BMT_PARTS(F32x16, vsqrtq_f32(a.part[i])); }
 // a if that is less, else b, also if a is NaN.
 static inline F32x16 min_of(F32x16 a, F32x16 b) {
-  BMT_QUARTERS(vbslq_f32(vcltq_f32(a.quarter[i], b.quarter[i]), a.quarter[i], b.quarter[i]));
+  BMT_PARTS(F32x16, vbslq_f32(vcltq_f32(a.part[i], b.part[i]), a.part[i], b.part[i]));
 }
 // a * b + c with one rounding.
 static inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
-  BMT_QUARTERS(vfmaq_f32(c.quarter[i], a.quarter[i], b.quarter[i]));
+  BMT_PARTS(F32x16, vfmaq_f32(c.part[i], a.part[i], b.part[i]));
 }
 
 static inline float32x4_t max_magnitude4(float32x4_t a, float32x4_t b) {
@@ -130,49 +93,18 @@ static inline float32x4_t max_magnitude4(float32x4_t a, float32x4_t b) {
   return vreinterpretq_f32_u32(vmaxq_u32(vreinterpretq_u32_f32(a), magnitude));
 }
 static inline F32x16 max_magnitude(F32x16 a, F32x16 b) {
-  BMT_QUARTERS(max_magnitude4(a.quarter[i], b.quarter[i]));
-}
-#undef BMT_QUARTERS
-
-static inline F64x16 load(const double* p) {
-  F64x16 out;
-  for (int i = 0; i < 8; ++i) out.pair[i] = vld1q_f64(p + 2 * i);
-  return out;
-}
-static inline void store(double* p, F64x16 x) {
-  for (int i = 0; i < 8; ++i) vst1q_f64(p + 2 * i, x.pair[i]);
-}
-static inline F64x16 broadcast(double x) {
-  F64x16 out;
-  for (int i = 0; i < 8; ++i) out.pair[i] = vdupq_n_f64(x);
-  return out;
-}
-static inline F64x16 add(F64x16 a, F64x16 b) {
-  for (int i = 0; i < 8; ++i) a.pair[i] = vaddq_f64(a.pair[i], b.pair[i]);
-  return a;
-}
-static inline F64x16 mul(F64x16 a, F64x16 b) {
-  for (int i = 0; i < 8; ++i) a.pair[i] = vmulq_f64(a.pair[i], b.pair[i]);
-  return a;
+  BMT_PARTS(F32x16, max_magnitude4(a.part[i], b.part[i]));
 }
 
 static inline F64x16 widen(F32x16 x) {
   F64x16 out;
   for (int i = 0; i < 4; ++i) {
-    out.pair[2 * i] = vcvt_f64_f32(vget_low_f32(x.quarter[i]));
-    out.pair[2 * i + 1] = vcvt_high_f64_f32(x.quarter[i]);
+    out.part[2 * i] = vcvt_f64_f32(vget_low_f32(x.part[i]));
+    out.part[2 * i + 1] = vcvt_high_f64_f32(x.part[i]);
   }
   return out;
 }
-static inline F64x16 add_lanes(F64x16 total, F32x16 x) { return add(total, widen(x)); }
 static inline F64x16 add_squares(F64x16 total, F32x16 x) {
   const F64x16 wide = widen(x);
-  for (int i = 0; i < 8; ++i) total.pair[i] = vfmaq_f64(total.pair[i], wide.pair[i], wide.pair[i]);
-  return total;
-}
-static inline double sum_of_lanes(F64x16 x) {
-  for (int width = 4; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) x.pair[i] = vaddq_f64(x.pair[i], x.pair[i + width]);
-  }
-  return vpaddd_f64(x.pair[0]);
+  BMT_PARTS(F64x16, vfmaq_f64(total.part[i], wide.part[i], wide.part[i]));
 }
