@@ -307,33 +307,10 @@ class OffloadUpdate:
     def __init__(self, label: str) -> None: ...
     @property
     def state(self) -> State: ...
-    def add_adam(
+    def add(
         self,
-        weights: list[Tensor],
-        rounded: list[Tensor],
-        grads: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-        steps: list[int],
-        sizes: Sequence[int],
-        groups: Sequence[Mapping[str, Any]],
-    ) -> None: ...
-    def add_sgd(
-        self,
-        weights: list[Tensor],
-        rounded: list[Tensor],
-        grads: list[Tensor],
-        momenta: list[Tensor],
-        fresh: list[bool],
-        sizes: Sequence[int],
-        groups: Sequence[Mapping[str, Any]],
-    ) -> None: ...
-    def add_lion(
-        self,
-        weights: list[Tensor],
-        rounded: list[Tensor],
-        grads: list[Tensor],
-        momenta: list[Tensor],
+        formula: str,
+        lists: Sequence[Any],
         sizes: Sequence[int],
         groups: Sequence[Mapping[str, Any]],
     ) -> None: ...
@@ -381,13 +358,9 @@ class StepCheck:
     before: list[int]
     after: list[int]
 
-def adam_step(
-    weights: list[Tensor],
-    rounded: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    steps: list[int],
+def step_on_host(
+    formula: str,
+    lists: Sequence[Any],
     sizes: Sequence[int],
     groups: Sequence[Mapping[str, Any]],
     *,
@@ -395,27 +368,6 @@ def adam_step(
     with_delta: bool = False,
     check: StepCheck | None = None,
 ) -> tuple[float, float]: ...
-def sgd_step(
-    weights: list[Tensor],
-    rounded: list[Tensor],
-    grads: list[Tensor],
-    momenta: list[Tensor],
-    fresh: list[bool],
-    sizes: Sequence[int],
-    groups: Sequence[Mapping[str, Any]],
-    *,
-    check: StepCheck | None = None,
-) -> None: ...
-def lion_step(
-    weights: list[Tensor],
-    rounded: list[Tensor],
-    grads: list[Tensor],
-    momenta: list[Tensor],
-    sizes: Sequence[int],
-    groups: Sequence[Mapping[str, Any]],
-    *,
-    check: StepCheck | None = None,
-) -> None: ...
 def lead_graphs_to(parameters: list[Tensor]) -> bool: ...
 def set_update_threads(count: int) -> None: ...
 def num_update_workers() -> int: ...

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Storey, from the bottom, or folder -> what belongs to it, and its ceiling. A commit that raises a ceiling gives the
 #: reason in its message.
 PYTHON = {
-    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2627),
+    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2623),
     "watch": ("_watch", 1951),
     "ranks": ("_ranks global_var nccl synchronize utils", 4232),
     "shards": ("_shards parameter", 1884),
@@ -24,15 +24,15 @@ PYTHON = {
     "files": ("_files dcp distributed store weights", 4664),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10107),
     "survive": ("_survive survive", 2675),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_846),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_795),
 }
 CORE = {
-    "bindings": (". bindings ops", 1525),
+    "bindings": (". bindings ops", 1496),
     "common": ("common", 973),
     "comm": ("comm", 6747),
     "shard": ("shard", 2719),
     "disk": ("disk", 900),
-    "optim": ("optim", 2179),
+    "optim": ("optim", 2148),
     "cpu": ("cpu", 2279),
     "cuda": ("cuda", 1514),
     "packaging": ("packaging", 86),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._C import adam_step, lion_step, sgd_step
+from .._C import step_on_host
 
 _ops = torch.ops.bmtrain
 
@@ -42,10 +42,6 @@ class DeltaSums(NamedTuple):
     squares: float
 
 
-#: The calls of the core that compute whole groups on the host, by formula.
-ON_HOST: dict[str, Callable[..., Any]] = {"adam": adam_step, "sgd": sgd_step, "lion": lion_step}
-
-
 def step_of_groups(
     formula: str,
     lists: Sequence[Any],
@@ -66,7 +62,7 @@ def step_of_groups(
         The result of the operator.
     """
     if lists[0][0].is_cpu:
-        return ON_HOST[formula](*lists, sizes, groups, **flags)
+        return step_on_host(formula, lists, sizes, groups, **flags)
     numbers = {name: [group[name] for group in groups] for name in groups[0]}
     return getattr(_ops, f"{formula}_")(*lists, sizes=sizes, **numbers, **flags)
 

@@ -2,6 +2,9 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>
+#include <string>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 
 #include "bindings/bindings.h"
@@ -11,6 +14,8 @@
 #include "common/word_sum.h"
 #include "cpu/isa.h"
 #include "cpu/kernels.h"
+#include "optim/adam.h"
+#include "optim/momentum.h"
 #include "optim/offload_update.h"
 
 namespace bmtrain {
@@ -36,51 +41,56 @@ Groups<typename Lists::Options> groups_from(const Integers& sizes, const Dicts& 
   return groups;
 }
 
-void add_adam(OffloadUpdate& self, const Tensors& weights, const Tensors& rounded, const Tensors& grads,
-              const Tensors& exp_avgs, const Tensors& exp_avg_sqs, const Integers& steps,
-              const Integers& sizes, const Dicts& groups) {
-  self.add_adam({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps},
-                groups_from<AdamLists>(sizes, groups));
+// Calls call(tensors, groups) with the operands of a formula: lists of tensors, weights first, and after them
+// perhaps one of integers.
+template <typename Call>
+auto with_operands(const std::string& formula, const py::sequence& lists, const Integers& sizes,
+                   const Dicts& groups, const Call& call) {
+  const bool is_adam = formula == "adam";
+  const std::size_t num_lists = is_adam ? 5 : 4;
+  BMT_CHECK(ValueError, is_adam || formula == "sgd" || formula == "lion",
+            "formula: expected adam, sgd or lion, got ", formula);
+  BMT_CHECK(ValueError, lists.size() == num_lists + (formula == "lion" ? 0 : 1),
+            "lists: expected the operands of ", formula, ", got ", lists.size());
+  std::vector<Tensors> tensors;
+  for (std::size_t i = 0; i < num_lists; ++i) tensors.push_back(lists[i].cast<Tensors>());
+  const Integers numbers = lists.size() > num_lists ? lists[num_lists].cast<Integers>() : Integers();
+  const StepTensors step{tensors[0], tensors[1], tensors[2]};
+  if (is_adam)
+    return call(AdamTensors{step, tensors[3], tensors[4], numbers}, groups_from<AdamLists>(sizes, groups));
+  const MomentumTensors operands{step, tensors[3], numbers};
+  return formula == "sgd" ? call(operands, groups_from<SgdLists>(sizes, groups))
+                          : call(operands, groups_from<LionLists>(sizes, groups));
 }
 
-void add_sgd(OffloadUpdate& self, const Tensors& weights, const Tensors& rounded, const Tensors& grads,
-             const Tensors& momenta, const Integers& fresh, const Integers& sizes, const Dicts& groups) {
-  self.add_sgd({{weights, rounded, grads}, momenta, fresh}, groups_from<SgdLists>(sizes, groups));
-}
-
-void add_lion(OffloadUpdate& self, const Tensors& weights, const Tensors& rounded, const Tensors& grads,
-              const Tensors& momenta, const Integers& sizes, const Dicts& groups) {
-  self.add_lion({{weights, rounded, grads}, momenta, {}}, groups_from<LionLists>(sizes, groups));
+void add(OffloadUpdate& self, const std::string& formula, const py::sequence& lists, const Integers& sizes,
+         const Dicts& groups) {
+  with_operands(formula, lists, sizes, groups, [&](const auto& tensors, const auto& options) {
+    self.add(tensors.step, slices_of(tensors, options));
+  });
 }
 
 // [Note: Steps past the dispatcher]
 // The operators of a step take a dozen lists, which torch's dispatcher packs and unpacks in 10 us, and more
 // for each tensor: a third of that for the same function called as it is. Optimizers of host tensors come
 // here; the operators are for GPUs, and for tensors without data.
-std::tuple<double, double> adam_step_of(const Tensors& weights, const Tensors& rounded, const Tensors& grads,
-                                        const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
-                                        const Integers& steps, const Integers& sizes, const Dicts& dicts,
-                                        bool as_torch, bool with_delta, StepCheck* check) {
-  AdamGroups groups = groups_from<AdamLists>(sizes, dicts);
-  for (AdamOptions& options : groups.options) options.as_torch = as_torch;
-  const py::gil_scoped_release no_gil;
-  const cpu::DeltaSums sums =
-      adam_step({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, groups, with_delta, check);
-  return {sums.sum, sums.sum_of_squares};
-}
-
-void sgd_step_of(const Tensors& weights, const Tensors& rounded, const Tensors& grads, const Tensors& momenta,
-                 const Integers& fresh, const Integers& sizes, const Dicts& dicts, StepCheck* check) {
-  const SgdGroups groups = groups_from<SgdLists>(sizes, dicts);
-  const py::gil_scoped_release no_gil;
-  sgd_step({{weights, rounded, grads}, momenta, fresh}, groups, check);
-}
-
-void lion_step_of(const Tensors& weights, const Tensors& rounded, const Tensors& grads,
-                  const Tensors& momenta, const Integers& sizes, const Dicts& dicts, StepCheck* check) {
-  const LionGroups groups = groups_from<LionLists>(sizes, dicts);
-  const py::gil_scoped_release no_gil;
-  lion_step({{weights, rounded, grads}, momenta, {}}, groups, check);
+std::tuple<double, double> step_on_host(const std::string& formula, const py::sequence& lists,
+                                        const Integers& sizes, const Dicts& groups, bool as_torch,
+                                        bool with_delta, StepCheck* check) {
+  const auto step = [&](const auto& tensors, auto options) -> std::tuple<double, double> {
+    if constexpr (std::is_same_v<decltype(options), AdamGroups>) {
+      for (AdamOptions& group : options.options) group.as_torch = as_torch;
+      const py::gil_scoped_release no_gil;
+      const cpu::DeltaSums sums = step_on_cpu(tensors, options, with_delta, check);
+      return {sums.sum, sums.sum_of_squares};
+    } else {
+      BMT_CHECK(ValueError, !as_torch && !with_delta, formula, ": expected no as_torch and no with_delta");
+      const py::gil_scoped_release no_gil;
+      step_on_cpu(tensors, options, check);
+      return {0, 0};
+    }
+  };
+  return with_operands(formula, lists, sizes, groups, step);
 }
 
 void stage(OffloadUpdate& self, const std::shared_ptr<StagingLane>& lane, int slot, const Tensors& gradients,
@@ -116,12 +126,7 @@ void bind_offload_update(py::module_& module) {
       .value("DONE", Update::State::kDone)
       .value("FAILED", Update::State::kFailed);
   update.def(py::init<std::string>(), py::arg("label"))
-      .def("add_adam", &add_adam, py::arg("weights"), py::arg("rounded"), py::arg("grads"),
-           py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("steps"), py::arg("sizes"), py::arg("groups"))
-      .def("add_sgd", &add_sgd, py::arg("weights"), py::arg("rounded"), py::arg("grads"), py::arg("momenta"),
-           py::arg("fresh"), py::arg("sizes"), py::arg("groups"))
-      .def("add_lion", &add_lion, py::arg("weights"), py::arg("rounded"), py::arg("grads"),
-           py::arg("momenta"), py::arg("sizes"), py::arg("groups"))
+      .def("add", &add, py::arg("formula"), py::arg("lists"), py::arg("sizes"), py::arg("groups"))
       .def("stage", &stage, py::arg("lane"), py::arg("slot"), py::arg("gradients"), py::arg("host_gradients"),
            py::arg("parameters"), py::arg("host_parameters"), py::arg("sources"), py::arg("sent") = nullptr)
       .def_static("post", &OffloadUpdate::post, py::arg("updates"))
@@ -181,16 +186,10 @@ void bind_steps(py::module_& module) {
            py::arg("factors"), py::arg("journal") = nullptr, py::arg("first_pieces") = Integers())
       .def_readonly("before", &StepCheck::before)
       .def_readonly("after", &StepCheck::after);
-  module.def("adam_step", &adam_step_of, py::arg("weights"), py::arg("rounded"), py::arg("grads"),
-             py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("steps"), py::arg("sizes"),
+  module.def("step_on_host", &step_on_host, py::arg("formula"), py::arg("lists"), py::arg("sizes"),
              py::arg("groups"), py::kw_only(), py::arg("as_torch") = false, py::arg("with_delta") = false,
-             py::arg("check") = nullptr, "What the operator adam_ does to CPU tensors; groups are dicts.");
-  module.def("sgd_step", &sgd_step_of, py::arg("weights"), py::arg("rounded"), py::arg("grads"),
-             py::arg("momenta"), py::arg("fresh"), py::arg("sizes"), py::arg("groups"), py::kw_only(),
-             py::arg("check") = nullptr, "What the operator sgd_ does to CPU tensors; groups are dicts.");
-  module.def("lion_step", &lion_step_of, py::arg("weights"), py::arg("rounded"), py::arg("grads"),
-             py::arg("momenta"), py::arg("sizes"), py::arg("groups"), py::kw_only(),
-             py::arg("check") = nullptr, "What the operator lion_ does to CPU tensors; groups are dicts.");
+             py::arg("check") = nullptr,
+             "What the formula's operator does to CPU tensors; groups are dicts.");
 }
 
 }  // namespace

@@ -116,7 +116,7 @@ std::tuple<double, double> adam_cuda(at::TensorList weights, at::TensorList roun
   const AdamGroups groups = groups_of(
       AdamLists{sizes, lr, beta1, beta2, eps, weight_decay, scale, decoupled, maximize, folded, hold_steps});
   std::vector<cpu::AdamSlice> slices =
-      adam_slices({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, groups);
+      slices_of({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, groups);
   for (cpu::AdamSlice& slice : slices) slice.factors.as_multi_tensor = as_torch;
   const c10::DeviceGuard guard(weights[0].device());
   check(cuda::adam(slices.data(), static_cast<std::int64_t>(slices.size()), current_stream()));
@@ -133,14 +133,14 @@ void sgd_cuda(at::TensorList weights, at::TensorList rounded, at::TensorList gra
               Numbers weight_decay, Numbers scale, at::IntArrayRef nesterov, at::IntArrayRef maximize) {
   const SgdGroups groups =
       groups_of(SgdLists{sizes, lr, momentum, dampening, weight_decay, scale, nesterov, maximize});
-  momentum_cuda(weights, sgd_slices({{weights, rounded, grads}, momenta, fresh}, groups));
+  momentum_cuda(weights, slices_of({{weights, rounded, grads}, momenta, fresh}, groups));
 }
 
 void lion_cuda(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList momenta,
                at::IntArrayRef sizes, Numbers lr, Numbers beta1, Numbers beta2, Numbers weight_decay,
                Numbers scale, at::IntArrayRef maximize) {
   const LionGroups groups = groups_of(LionLists{sizes, lr, beta1, beta2, weight_decay, scale, maximize});
-  momentum_cuda(weights, lion_slices({{weights, rounded, grads}, momenta, {}}, groups));
+  momentum_cuda(weights, slices_of({{weights, rounded, grads}, momenta, {}}, groups));
 }
 
 // One number per row, fp32 (or of `dtype`), on the device of the logits.

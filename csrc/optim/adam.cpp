@@ -14,7 +14,7 @@ namespace {
 using cpu::AdamFactors;
 using cpu::AdamSlice;
 
-constexpr const char* kName = AdamLists::kOperator;
+constexpr const char* kName = AdamOptions::kOperator;
 
 void check_lengths(const AdamTensors& tensors) {
   const std::size_t expected = tensors.step.weights.size();
@@ -124,7 +124,7 @@ AdamFactors adam_factors(const AdamOptions& options, std::int64_t step) {
   return factors;
 }
 
-std::vector<AdamSlice> adam_slices(const AdamTensors& tensors, const AdamGroups& groups) {
+std::vector<AdamSlice> slices_of(const AdamTensors& tensors, const AdamGroups& groups) {
   const std::size_t num_tensors = tensors.step.weights.size();
   check_lengths(tensors);
   check_groups(kName, groups.sizes, groups.options.size(), num_tensors);
@@ -153,8 +153,8 @@ std::vector<AdamSlice> adam_slices(const AdamTensors& tensors, const AdamGroups&
   return slices;
 }
 
-cpu::DeltaSums adam_step(const AdamTensors& tensors, const AdamGroups& groups, bool with_delta,
-                         StepCheck* check) {
+cpu::DeltaSums step_on_cpu(const AdamTensors& tensors, const AdamGroups& groups, bool with_delta,
+                           StepCheck* check) {
   BMT_CHECK(TypeError, tensors.step.weights.empty() || tensors.step.weights[0].is_cpu(),
             "adam: weights[0]: expected a CPU tensor, got one on ", tensors.step.weights[0].device());
   const bool as_torch = std::any_of(groups.options.begin(), groups.options.end(),
@@ -162,7 +162,7 @@ cpu::DeltaSums adam_step(const AdamTensors& tensors, const AdamGroups& groups, b
   BMT_CHECK(ValueError, !(with_delta && as_torch), "adam: expected no delta with as_torch");
   BMT_CHECK(ValueError, !as_torch || tensors.step.rounded.empty(),
             "adam: expected fp32 weights only with as_torch, got rounded ones");
-  const std::vector<AdamSlice> slices = adam_slices(tensors, groups);
+  const std::vector<AdamSlice> slices = slices_of(tensors, groups);
   for (const AdamSlice& slice : slices) {
     BMT_CHECK(TypeError, slice.exp_avg != nullptr || !as_torch,
               "adam: expected float32 moments with as_torch, got narrower ones");

@@ -14,6 +14,8 @@ namespace bmtrain {
 
 /// The hyper-parameters of a parameter group, as the user gave them.
 struct AdamOptions {
+  static constexpr const char* kOperator = "adam";
+
   double lr = 1e-3;
   double beta1 = 0.9;
   double beta2 = 0.999;
@@ -32,7 +34,6 @@ using AdamGroups = Groups<AdamOptions>;
 /// The same as operators take it: a list for each number, flags as 0 and 1.
 struct AdamLists {
   using Options = AdamOptions;
-  static constexpr const char* kOperator = "adam";
 
   at::IntArrayRef sizes;
   at::ArrayRef<double> lr, beta1, beta2, eps, weight_decay, scale;
@@ -67,10 +68,10 @@ struct AdamTensors {
 
 /// What one step updates. Tensors of a group that follow each other in memory, in every list, and have the
 /// same number of steps are one slice. TypeError or ValueError if the tensors or the numbers do not fit.
-[[nodiscard]] std::vector<cpu::AdamSlice> adam_slices(const AdamTensors& tensors, const AdamGroups& groups);
+[[nodiscard]] std::vector<cpu::AdamSlice> slices_of(const AdamTensors& tensors, const AdamGroups& groups);
 
-/// One step on the CPU, with `check` a checked one. Errors as adam_slices, before anything is written.
-cpu::DeltaSums adam_step(const AdamTensors& tensors, const AdamGroups& groups, bool with_delta,
-                         StepCheck* check = nullptr);
+/// One step on the CPU, with `check` a checked one. Errors as of the slices, before anything is written.
+cpu::DeltaSums step_on_cpu(const AdamTensors& tensors, const AdamGroups& groups, bool with_delta,
+                           StepCheck* check = nullptr);
 
 }  // namespace bmtrain

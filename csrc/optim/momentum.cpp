@@ -10,9 +10,6 @@ namespace {
 using cpu::MomentumFactors;
 using cpu::MomentumSlice;
 
-constexpr const char* kSgd = SgdLists::kOperator;
-constexpr const char* kLion = LionLists::kOperator;
-
 void check_lengths(const char* op, const MomentumTensors& tensors, bool needs_momenta) {
   const std::size_t expected = tensors.step.weights.size();
   const auto fits = [&](std::size_t length, bool optional) {
@@ -47,8 +44,8 @@ MomentumSlice slice_of(const char* op, const MomentumTensors& tensors, std::size
   return slice;
 }
 
-std::vector<MomentumSlice> slices_of(const char* op, const MomentumTensors& tensors,
-                                     at::ArrayRef<MomentumFactors> factors, at::IntArrayRef sizes) {
+std::vector<MomentumSlice> slices_with(const char* op, const MomentumTensors& tensors,
+                                       at::ArrayRef<MomentumFactors> factors, at::IntArrayRef sizes) {
   const std::size_t num_tensors = tensors.step.weights.size();
   const bool is_lion = !factors.empty() && factors[0].rule == cpu::MomentumRule::kLion;
   check_lengths(op, tensors, is_lion);
@@ -109,18 +106,22 @@ MomentumFactors factors_of(const LionOptions& options) {
   return factors;
 }
 
+}  // namespace
+
 template <typename Options>
-std::vector<MomentumSlice> slices_of_groups(const char* op, const MomentumTensors& tensors,
-                                            const Groups<Options>& groups) {
+std::vector<MomentumSlice> slices_of(const MomentumTensors& tensors, const Groups<Options>& groups) {
   std::vector<MomentumFactors> factors;
   for (const Options& options : groups.options) factors.push_back(factors_of(options));
-  return slices_of(op, tensors, factors, groups.sizes);
+  return slices_with(Options::kOperator, tensors, factors, groups.sizes);
 }
+template std::vector<MomentumSlice> slices_of(const MomentumTensors&, const SgdGroups&);
+template std::vector<MomentumSlice> slices_of(const MomentumTensors&, const LionGroups&);
 
-void step_on_cpu(const char* op, const MomentumTensors& tensors, const std::vector<MomentumSlice>& slices,
-                 StepCheck* check) {
+template <typename Options>
+void step_on_cpu(const MomentumTensors& tensors, const Groups<Options>& groups, StepCheck* check) {
+  const std::vector<MomentumSlice> slices = slices_of(tensors, groups);
   const at::TensorList weights = tensors.step.weights;
-  BMT_CHECK(TypeError, weights.empty() || weights[0].is_cpu(), op,
+  BMT_CHECK(TypeError, weights.empty() || weights[0].is_cpu(), Options::kOperator,
             ": weights[0]: expected a CPU tensor, got one on ", weights[0].device());
   if (check != nullptr) {
     check->step(slices, tensors.step.grads);
@@ -128,23 +129,7 @@ void step_on_cpu(const char* op, const MomentumTensors& tensors, const std::vect
     cpu::momentum(slices.data(), static_cast<std::int64_t>(slices.size()));
   }
 }
-
-}  // namespace
-
-std::vector<MomentumSlice> sgd_slices(const MomentumTensors& tensors, const SgdGroups& groups) {
-  return slices_of_groups(kSgd, tensors, groups);
-}
-
-std::vector<MomentumSlice> lion_slices(const MomentumTensors& tensors, const LionGroups& groups) {
-  return slices_of_groups(kLion, tensors, groups);
-}
-
-void sgd_step(const MomentumTensors& tensors, const SgdGroups& groups, StepCheck* check) {
-  step_on_cpu(kSgd, tensors, sgd_slices(tensors, groups), check);
-}
-
-void lion_step(const MomentumTensors& tensors, const LionGroups& groups, StepCheck* check) {
-  step_on_cpu(kLion, tensors, lion_slices(tensors, groups), check);
-}
+template void step_on_cpu(const MomentumTensors&, const SgdGroups&, StepCheck*);
+template void step_on_cpu(const MomentumTensors&, const LionGroups&, StepCheck*);
 
 }  // namespace bmtrain

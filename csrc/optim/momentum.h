@@ -14,6 +14,8 @@ namespace bmtrain {
 
 /// The hyper-parameters of a parameter group, as torch.optim.SGD names them.
 struct SgdOptions {
+  static constexpr const char* kOperator = "sgd";
+
   double lr = 1e-3;
   double momentum = 0;
   double dampening = 0;
@@ -25,6 +27,8 @@ struct SgdOptions {
 
 /// As the authors of Lion name them.
 struct LionOptions {
+  static constexpr const char* kOperator = "lion";
+
   double lr = 1e-4;
   double beta1 = 0.9;
   double beta2 = 0.99;
@@ -39,7 +43,6 @@ using LionGroups = Groups<LionOptions>;
 /// The same as operators take it: a list for each number, flags as 0 and 1.
 struct SgdLists {
   using Options = SgdOptions;
-  static constexpr const char* kOperator = "sgd";
 
   at::IntArrayRef sizes;
   at::ArrayRef<double> lr, momentum, dampening, weight_decay, scale;
@@ -59,7 +62,6 @@ struct SgdLists {
 };
 struct LionLists {
   using Options = LionOptions;
-  static constexpr const char* kOperator = "lion";
 
   at::IntArrayRef sizes;
   at::ArrayRef<double> lr, beta1, beta2, weight_decay, scale;
@@ -86,13 +88,12 @@ struct MomentumTensors {
 
 /// Tensors of a group that follow each other in memory, in every list, are one slice. TypeError or ValueError
 /// if the tensors or the numbers do not fit.
-[[nodiscard]] std::vector<cpu::MomentumSlice> sgd_slices(const MomentumTensors& tensors,
-                                                         const SgdGroups& groups);
-[[nodiscard]] std::vector<cpu::MomentumSlice> lion_slices(const MomentumTensors& tensors,
-                                                          const LionGroups& groups);
+template <typename Options>
+[[nodiscard]] std::vector<cpu::MomentumSlice> slices_of(const MomentumTensors& tensors,
+                                                        const Groups<Options>& groups);
 
 /// One step on the CPU, with `check` a checked one. Errors as of the slices, before anything is written.
-void sgd_step(const MomentumTensors& tensors, const SgdGroups& groups, StepCheck* check = nullptr);
-void lion_step(const MomentumTensors& tensors, const LionGroups& groups, StepCheck* check = nullptr);
+template <typename Options>
+void step_on_cpu(const MomentumTensors& tensors, const Groups<Options>& groups, StepCheck* check = nullptr);
 
 }  // namespace bmtrain

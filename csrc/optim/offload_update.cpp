@@ -120,21 +120,8 @@ void OffloadUpdate::add(const StepTensors& tensors, const std::vector<Slice>& sl
             ": weights[0]: expected a CPU tensor, got one on ", tensors.weights[0].device());
   plan_->slices.insert(plan_->slices.end(), slices.begin(), slices.end());
 }
-
-void OffloadUpdate::add_adam(const AdamTensors& tensors, const AdamGroups& groups) {
-  for (const AdamOptions& options : groups.options) {
-    BMT_CHECK(ValueError, !options.as_torch, label_, ": torch's square root is for the calling thread");
-  }
-  add(tensors.step, adam_slices(tensors, groups));
-}
-
-void OffloadUpdate::add_sgd(const MomentumTensors& tensors, const SgdGroups& groups) {
-  add(tensors.step, sgd_slices(tensors, groups));
-}
-
-void OffloadUpdate::add_lion(const MomentumTensors& tensors, const LionGroups& groups) {
-  add(tensors.step, lion_slices(tensors, groups));
-}
+template void OffloadUpdate::add(const StepTensors&, const std::vector<cpu::AdamSlice>&);
+template void OffloadUpdate::add(const StepTensors&, const std::vector<cpu::MomentumSlice>&);
 
 void OffloadUpdate::stage(std::shared_ptr<StagedCopies> copies) {
   BMT_CHECK(StateError, !update_, label_, ": this update has been posted already");

@@ -8,9 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "optim/adam.h"
-#include "optim/momentum.h"
 #include "optim/staged_copies.h"
+#include "optim/step_tensors.h"
 #include "optim/update_queue.h"
 
 namespace bmtrain {
@@ -20,11 +19,9 @@ class OffloadUpdate {
   /// `label` names the block in errors.
   explicit OffloadUpdate(std::string label);
 
-  /// Adds tensors to update. They must outlive the update, whose owner keeps them. Errors as adam_slices,
-  /// sgd_slices and lion_slices.
-  void add_adam(const AdamTensors& tensors, const AdamGroups& groups);
-  void add_sgd(const MomentumTensors& tensors, const SgdGroups& groups);
-  void add_lion(const MomentumTensors& tensors, const LionGroups& groups);
+  /// Adds slices of host tensors to update. They must outlive the update, whose owner keeps them.
+  template <typename Slice>
+  void add(const StepTensors& tensors, const std::vector<Slice>& slices);
 
   /// Lets gradients come from, and parameters go to, a device; the tensors added are the host's. See [Note:
   /// Updates of parameters on a device].
@@ -50,8 +47,6 @@ class OffloadUpdate {
  private:
   struct Plan;
 
-  template <typename Slice>
-  void add(const StepTensors& tensors, const std::vector<Slice>& slices);
   void end_copies();
 
   const std::string label_;

@@ -55,7 +55,7 @@ template <typename Lists>
   Groups<typename Lists::Options> groups{lists.sizes.vec(), std::vector<typename Lists::Options>(number)};
   Lists::each_option([&](const char* name, auto option, auto list) {
     const auto values = lists.*list;
-    BMT_CHECK(ValueError, values.size() == number, Lists::kOperator, ": ", name,
+    BMT_CHECK(ValueError, values.size() == number, Lists::Options::kOperator, ": ", name,
               ": expected one for each of ", number, " sizes of groups, got ", values.size());
     for (std::size_t g = 0; g < number; ++g) {
       auto& value = groups.options[g].*option;

@@ -29,7 +29,7 @@
 #include "common/device_runtime.h"
 #include "cpu/isa.h"
 #include "expect.h"
-#include "ops/ops.h"
+#include "optim/momentum.h"
 #include "optim/offload_update.h"
 #include "testing/disturbance.h"
 
@@ -179,21 +179,8 @@ std::shared_ptr<DeviceRuntime> device_runtime(const c10::Device& /*device*/) {
   return std::make_shared<Runtime>();
 }
 
-std::vector<cpu::AdamSlice> adam_slices(const AdamTensors& /*tensors*/, const AdamGroups& /*groups*/) {
-  std::abort();  // the blocks are updated by SGD
-}
-
 void cpu::momentum(const MomentumSlice* /*slices*/, std::int64_t /*num_slices*/) {
   std::abort();  // in the background
-}
-
-void ops::scale(at::TensorList tensors, const at::Tensor& factor) {
-  for (const at::Tensor& tensor : tensors) {
-    auto* const data = tensor.mutable_data_ptr<float>();
-    for (std::int64_t i = 0; i < tensor.numel(); ++i) {
-      data[i] *= static_cast<float>(*factor.const_data_ptr<double>());
-    }
-  }
 }
 
 const cpu::KernelTable& cpu::kernel_table() {
@@ -286,7 +273,8 @@ class Training {
       bmtrain::SgdOptions options;
       options.lr = 1;
       block.update = std::make_shared<OffloadUpdate>("block " + std::to_string(i));
-      block.update->add_sgd({{masters, {}, gradients}, {}, {}}, {{1}, {options}});
+      const bmtrain::MomentumTensors tensors{{masters, {}, gradients}, {}, {}};
+      block.update->add(tensors.step, bmtrain::slices_of(tensors, bmtrain::SgdGroups{{1}, {options}}));
       block.update->stage(std::make_shared<StagedCopies>(
           lane_, static_cast<int>(i % kSlots), bmtrain::StagedTensors{{block.gradient}, gradients},
           bmtrain::StagedTensors{{block.parameter}, parameters}, masters, sent));

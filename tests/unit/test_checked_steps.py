@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bmtrain._C import StepCheck, StepJournal, adam_step, copy_and_sum, lion_step, sgd_step, word_sums
+from bmtrain._C import StepCheck, StepJournal, copy_and_sum, step_on_host, word_sums
 from bmtrain._ops import scale_
 
 SIZES = (1, 2048, 5003)
@@ -65,11 +65,13 @@ class Lists:
         lists, sizes = (self.weights, self.rounded, self.grads, *self.state), [1] * count
         if self.kind == "adam":
             is_fp32 = not self.rounded
-            adam_step(*lists, [number] * count, sizes, [ADAM] * count, as_torch=is_fp32, check=check)
+            step_on_host(
+                "adam", [*lists, [number] * count], sizes, [ADAM] * count, as_torch=is_fp32, check=check
+            )
         elif self.kind == "sgd":
-            sgd_step(*lists, [False] * count, sizes, [SGD] * count, check=check)
+            step_on_host("sgd", [*lists, [False] * count], sizes, [SGD] * count, check=check)
         else:
-            lion_step(*lists, sizes, [LION] * count, check=check)
+            step_on_host("lion", lists, sizes, [LION] * count, check=check)
 
     def arrays(self) -> list[torch.Tensor]:
         """The arrays of each tensor in turn, the gradient last."""

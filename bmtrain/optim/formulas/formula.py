@@ -18,7 +18,7 @@ class Formula:
     A subclass names its arrays and its kernel, and defines `check`, `numbers_of`, `operands_of` and `compute_by_torch`.
     """
 
-    #: Name in the core: `adam_step`, the operator `adam_` and `OffloadUpdate.add_adam`.
+    #: Name in the core: of the operator `adam_`, and for `step_on_host` and `OffloadUpdate.add`.
     name: ClassVar[str]
     #: The arrays that may be kept for each element, and the arrays required to load a state.
     arrays: ClassVar[tuple[str, ...]] = ()
@@ -78,7 +78,7 @@ class Formula:
 
     def add_to(self, update: OffloadUpdate, ranges: Ranges, parts: Sequence[Part]) -> None:
         """Adds the ranges to an update of the core that continues after the step."""
-        getattr(update, f"add_{self.name}")(*self.operands_of(ranges), *groups_of(parts))
+        update.add(self.name, self.operands_of(ranges), *groups_of(parts))
 
     def has_kernel(self, device: torch.device) -> bool:
         """Whether the core was built with the kernel for a device."""
