@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ._base.arguments import require_integer, require_module
-from ._base.deprecate import warn_once
+from ._base.deprecate import mark_given, warn_once
 from ._base.layers import LayerSequence, run_layers
 from ._base.opaque import opaque
 from ._engine.pipe_arguments import PipeArguments, alias
@@ -21,7 +21,7 @@ from ._engine.policy import BlockMode
 from ._model.block_build import leave_to_stage
 from .block_layer import Block
 from .errors import PipelineModeError
-from .global_var import config, context
+from .global_var import config, context, num_losses
 from .parameter import DistributedParameter
 
 __all__ = ["PipelineTransformerBlockList"]
@@ -143,7 +143,7 @@ class PipelineTransformerBlockList(LayerSequence):
         self,
         hidden: torch.Tensor,
         *args: Any,
-        batch_related: Sequence[int] = (),
+        batch_related: Sequence[int | str] = (),
         return_hidden_states: bool = False,
         **kwargs: Any,
     ) -> Any:
@@ -153,13 +153,13 @@ class PipelineTransformerBlockList(LayerSequence):
             hidden: ``(batch, ...)``; the batches of all stages together must divide by the number of micro-batches.
             args: arguments of every layer. Tensors with a batch dimension, in tuples, lists, dicts and dataclasses
                 too, are split like it; for others the first stage's are used.
-            batch_related: positions in ``args`` of the tensors with a batch dimension; empty: tensors with the rank and
-                dim-0 size of ``hidden``.
+            batch_related: positions in ``args`` of the tensors with a batch dimension; none: tensors with the rank and
+                dim-0 size of ``hidden``. Names of keywords to split as well.
             return_hidden_states: also return the inputs of all layers, ``(num_layers, batch, ...)``.
 
         Raises:
             TypeError: an object of another kind among ``args`` holds tensors.
-            ValueError: if the batches do not divide.
+            ValueError: if the batches do not divide, or ``batch_related`` names no argument.
             RuntimeError: if a distributed parameter was put into a layer after its Block was built.
         """
         if self.stages == 1:
@@ -199,7 +199,7 @@ class PipelineTransformerBlockList(LayerSequence):
         *args: Any,
         head: torch.nn.Module,
         labels: Any = (),
-        batch_related: Sequence[int] = (),
+        batch_related: Sequence[int | str] = (),
         **kwargs: Any,
     ) -> torch.Tensor:
         """Runs all layers and ``head`` by the list's schedule, and returns the mean loss over the stages' ranks.
@@ -239,6 +239,8 @@ class PipelineTransformerBlockList(LayerSequence):
             return loss
         self._refuse_late_parameters()
         num_micros = self._require_rows(hidden)
+        if num_losses() == self.stages:
+            mark_given("OptimManager.same_samples")  # all ranks have one loss
         return run_loss(
             self._plan(),
             self._memory,

@@ -15,12 +15,12 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Storey, from the bottom, or folder -> what belongs to it, and its ceiling. A commit that raises a ceiling gives the
 #: reason in its message.
 PYTHON = {
-    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2623),
+    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2628),
     "watch": ("_watch", 1951),
     "ranks": ("_ranks global_var nccl synchronize utils", 4232),
     "shards": ("_shards parameter", 1884),
-    "engine": ("_engine", 8471),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5640),
+    "engine": ("_engine", 8515),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5642),
     "files": ("_files dcp distributed store weights", 4664),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10107),
     "survive": ("_survive survive", 2675),

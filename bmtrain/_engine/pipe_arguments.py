@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._base.deprecate import warn_once
 from .._base.tree import attributes_of, tensors_of, with_items
 from .._C import ReduceOp
 from .._shards.stage import collect_batches, hand_out
@@ -23,10 +24,24 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 
-class PipeArgument:
-    """One tensor argument: either split with the batch, or the first stage's value for every micro-batch."""
+_NUM_COMPARED = 3  # calls, since a comparison makes the host wait; the first batch may be one without padding
+_compared: Counter[str] = Counter()  # arguments that are not split, by name
 
-    def __init__(self, pipe: Group, value: torch.Tensor, is_cut: bool, num_micros: int) -> None:
+
+class PipeArgument:
+    """One tensor argument: either split with the batch, or the first stage's value for every micro-batch.
+
+    Args:
+        pipe: the group with one rank of each stage.
+        value: this rank's tensor.
+        is_cut: it is split.
+        num_micros: number of micro-batches.
+        suspect: name of an argument that is not split and has the batch's size in dimension 0; else None.
+    """
+
+    def __init__(
+        self, pipe: Group, value: torch.Tensor, is_cut: bool, num_micros: int, suspect: str | None = None
+    ) -> None:
         self._pipe = pipe
         self._is_cut = is_cut
         self._num_micros = num_micros
@@ -38,6 +53,9 @@ class PipeArgument:
         else:
             shared = value.detach().contiguous().clone()
             pipe.comm.broadcast(shared, 0, "pipe.argument").wait()
+            if suspect is not None and _compared[suspect] < _NUM_COMPARED:
+                _compared[suspect] += 1
+                _warn_if_unused(pipe, suspect, value, shared)
             pieces = (shared,) * num_micros
         #: One tensor for each micro-batch.
         self.pieces = [piece.detach().requires_grad_(requires_grad) for piece in pieces]
@@ -63,6 +81,22 @@ class PipeArgument:
         own = by_rank.new_empty(self._shape)
         self._pipe.reduce_comm.reduce_scatter(own, by_rank, ReduceOp.SUM, "pipe.argument").wait()
         return own
+
+
+def _warn_if_unused(pipe: Group, name: str, value: torch.Tensor, shared: torch.Tensor) -> None:
+    """Warns on the first rank if one has other values, which are not used. Collective over the pipe group."""
+    differs = (value.detach() != shared).any().float().reshape(1)
+    pipe.comm.all_reduce(differs, ReduceOp.MAX, "pipe.argument").wait()
+    if pipe.rank == 0 and differs.item():
+        entry = name[5:-1] if name.startswith("args[") else repr(name)
+        warn_once(
+            f"pipeline.batch_related.{name}",
+            f"{name}: a tensor of shape {tuple(value.shape)} has the batch's size in dimension 0 and differs between "
+            "the ranks of a pipeline, but is not split, since it has not as many dimensions as the hidden state: all "
+            f"micro-batches get the first stage's values; to split it, add batch_related=[{entry}] to the call",
+            stacklevel=3,
+            category=UserWarning,
+        )
 
 
 class ShardArgument:
@@ -148,8 +182,9 @@ class PipeArguments:
         hidden: this rank's batch.
         args: positional arguments.
         kwargs: keyword arguments.
-        batch_related: positions in ``args`` of the tensors, or containers of them, to cut with the batch; empty: all
-            tensors with as many dimensions as ``hidden`` and its size in dimension 0.
+        batch_related: positions in ``args`` of the tensors, or containers of them, to cut with the batch; no positions:
+            all tensors with as many dimensions as ``hidden`` and its size in dimension 0. Names of ``kwargs`` to cut
+            as well.
         num_micros: number of micro-batches.
         name: what the caller calls ``args``.
     """
@@ -160,36 +195,45 @@ class PipeArguments:
         hidden: torch.Tensor,
         args: Sequence[Any],
         kwargs: dict[str, Any],
-        batch_related: Sequence[int],
+        batch_related: Sequence[int | str],
         num_micros: int,
         name: str = "args",
     ) -> None:
         named = {f"{name}[{index}]": value for index, value in enumerate(args)} | kwargs
         for key, value in named.items():
             _require_containers(key, value)
-
-        def looks_cut(value: torch.Tensor) -> bool:
-            return value.dim() == hidden.dim() and value.shape[0] == hidden.shape[0]
-
-        def wrap(index: int | None, value: torch.Tensor) -> PipeArgument | ShardArgument:
-            is_listed = index in listed if listed and index is not None else looks_cut(value)
-            is_cut = is_listed and value.dim() > 0
-            argument = (
-                ShardArgument(pipe, value) if is_virtual else PipeArgument(pipe, value, is_cut, num_micros)
+        listed = set(batch_related)
+        if not listed <= {*range(len(args)), *kwargs}:
+            raise ValueError(
+                f"batch_related: expected indices below {len(args)}, the number of further arguments, or names of "
+                f"keywords {sorted(kwargs)}, got {list(batch_related)}"
             )
+        positions = listed.intersection(range(len(args)))
+
+        def wrap(key: int | str, value: torch.Tensor) -> PipeArgument | ShardArgument:
+            has_rows = value.shape[:1] == hidden.shape[:1]
+            is_guessed = has_rows and not (positions and isinstance(key, int))
+            is_cut = value.dim() > 0 and (key in listed or (is_guessed and value.dim() == hidden.dim()))
+            suspect = None
+            if is_guessed and not is_cut:
+                suspect = key if isinstance(key, str) else f"{name}[{key}]"
+            argument: PipeArgument | ShardArgument
+            if is_virtual:
+                argument = ShardArgument(pipe, value)
+            else:
+                argument = PipeArgument(pipe, value, is_cut, num_micros, suspect)
             if value.requires_grad:
                 self.trained.append((value, argument))
             return argument
 
         is_virtual = current_engine(context()).virtual.is_open
-        listed = set(batch_related)
         #: The tensors of the caller that require grad, with their `PipeArgument`.
         self.trained: list[tuple[torch.Tensor, Any]] = []
         self._args = [
             _replaced(value, torch.Tensor, partial(wrap, index)) for index, value in enumerate(args)
         ]
         self._kwargs = {
-            key: _replaced(value, torch.Tensor, partial(wrap, None)) for key, value in sorted(kwargs.items())
+            key: _replaced(value, torch.Tensor, partial(wrap, key)) for key, value in sorted(kwargs.items())
         }
         self._followers: list[ShardArgument] = (
             [argument for _, argument in self.trained] if is_virtual else []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import re
+import warnings
 import weakref
 from contextlib import nullcontext
 from typing import Any
@@ -14,7 +16,9 @@ from harness import run_ranks
 
 import bmtrain as bmt
 from bmtrain import _C
+from bmtrain._base import deprecate
 from bmtrain._engine.engine import current_engine
+from bmtrain._engine.pipe_arguments import _compared
 from bmtrain._shards.sharding import ShardSpec
 from bmtrain.distributed import checkpoint
 from bmtrain.global_var import context
@@ -539,3 +543,65 @@ def held_tensors() -> None:
 
 def test_an_object_that_holds_tensors_is_refused():
     run_ranks(2, held_tensors, init={"pipe_size": 2, "num_micro_batches": 2})
+
+
+class Masked(bmt.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = bmt.nn.Linear(DIM, DIM)
+
+    def forward(self, x, mask=None, *, lengths=None):
+        mask = lengths[:, None] > torch.arange(3) if mask is None else mask
+        return x + torch.tanh(self.linear(x)) * mask[..., None]
+
+
+def masks(given: str, is_equal: bool, batch_related: list[int | str]) -> tuple[bool, list[str]]:
+    """Whether results are those of one process, and the warnings."""
+    deprecate._seen.clear()
+    _compared.clear()
+    torch.manual_seed(3)
+    layers = bmt.PipelineTransformerBlockList([bmt.Block(Masked(), mode="PIPE") for _ in range(2)])
+    bmt.init_parameters(layers)
+    x = torch.randn(4, 3, DIM)
+    lengths = torch.arange(4) % 3 + (0 if is_equal else bmt.rank())
+    mask = lengths[:, None] > torch.arange(3)
+    args, kwargs = ((mask,), {}) if given == "mask" else ((), {"lengths": lengths})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            out = layers(x, *args, **kwargs, batch_related=batch_related)
+    expected = x
+    for block in layers:
+        full = block.linear.weight.gather(), block.linear.bias.gather()
+        expected = expected + torch.tanh(torch.nn.functional.linear(expected, *full)) * mask[..., None]
+    return torch.allclose(out, expected, atol=1e-6), [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(
+    ("given", "is_equal", "batch_related", "says"),
+    [
+        ("mask", False, [], r"^args\[0\]: a tensor of shape \(4, 3\).*batch_related=\[0\]"),
+        ("lengths", False, [], r"^lengths: a tensor of shape \(4,\).*batch_related=\['lengths'\]"),
+        ("mask", True, [], ""),
+        ("mask", False, [0], ""),
+        ("lengths", False, ["lengths"], ""),
+    ],
+    ids=str,
+)
+def test_a_mask_of_each_rank_that_is_not_split_is_told_once(given, is_equal, batch_related, says):
+    first, second = run_ranks(2, masks, given, is_equal, batch_related, init={"pipe_size": 2})
+    assert first[0]
+    assert second == (not says, [])
+    assert len(first[1]) == bool(says)
+    assert not says or re.search(says, first[1][0])
+
+
+def listed_mistakes() -> None:
+    layers = bmt.PipelineTransformerBlockList([Masked() for _ in range(2)])
+    for wrong in ([1], ["mask"], [-1]):
+        with pytest.raises(ValueError, match=r"batch_related: expected indices below 1.*\['lengths'\], got"):
+            layers(torch.zeros(4, 3, DIM), torch.ones(4, 3), lengths=None, batch_related=wrong)
+
+
+def test_batch_related_names_arguments():
+    run_ranks(2, listed_mistakes, init={"pipe_size": 2})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from harness import rank_outcomes, run_ranks
 
 import bmtrain as bmt
+from bmtrain._base import deprecate
 from bmtrain._engine.pipe_schedule import Action, Kind, actions_of, ends_of, peak_micros
 
 DIM, ROWS = 8, 6
@@ -492,3 +494,28 @@ def test_peak_of_activations_is_that_of_the_schedule(stages, micros, options):
     assert found == [peak_micros(of_stage) for of_stage in actions]
     if options["schedule"] == "1f1b":
         assert found == [stages - stage for stage in range(stages)]
+
+
+def warnings_of_trainings() -> list[str]:
+    """Warnings of ranks with one loss, and of equal samples in a call."""
+    told = []
+    for is_call in (False, True):
+        deprecate._seen.discard("OptimManager.same_samples")
+        model = Model(2)
+        bmt.init_parameters(model)
+        manager = bmt.optim.OptimManager()
+        manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters()))
+        x, wanted = torch.ones(4, DIM) * (1 if is_call else bmt.rank()), torch.arange(4)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(4):
+                manager.zero_grad()
+                out = model.layers(x, 0.5) if is_call else x
+                manager.backward(out.square().mean() if is_call else model(out, wanted))
+                manager.step()
+        told += [str(warning.message).partition(":")[0] for warning in caught]
+    return told
+
+
+def test_ranks_with_one_loss_are_not_told_that_their_samples_are_the_same():
+    assert run_ranks(2, warnings_of_trainings, init={"pipe_size": 2}) == [["OptimManager"], []]
