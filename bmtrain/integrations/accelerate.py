@@ -8,6 +8,7 @@ from typing import Any
 import accelerate
 import torch
 
+from ..optim._suitability import adopt_optimizer
 from ..optim.clip_grad import clip_gradients
 from ..wrapper import BMTrainModelWrapper
 from .loss_scale import SharedScaler
@@ -23,7 +24,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     backward, also inside ``accumulate()``, as whole gradients are what does not fit.
 
     Raises:
-        ValueError: for DeepSpeed, FSDP and Megatron plugins.
+        ValueError: for DeepSpeed, FSDP and Megatron plugins, and for optimizers that compute over whole tensors.
 
     Example:
         >>> from bmtrain.integrations.accelerate import Accelerator
@@ -62,6 +63,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     ) -> Any:
         """Adds autocast and compilation; the model has its shards already."""
         return super().prepare_model(BMTrainModelWrapper(model), device_placement=False, evaluation_mode=True)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        adopt_optimizer(optimizer)
+        return super().prepare_optimizer(optimizer, device_placement)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backpropagates the mean of the ranks' losses."""

@@ -19,8 +19,8 @@ from .._ranks.agree import on_rank_0
 from ..global_var import config
 from ..init import init_distributed
 from ..optim._state import load_optimizer_state
+from ..optim._suitability import adopt_optimizer
 from ..optim.clip_grad import clip_gradients
-from ..parameter import DistributedParameter
 from ..store import DistributedStateDictWrapper
 from .loss_scale import SharedScaler
 from .sharding import shard_model
@@ -109,17 +109,7 @@ def _load_whole(model: torch.nn.Module, state: Mapping[str, Any], strict: bool) 
 
 def _load_whole_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Loads the state of an optimizer of the unsharded model."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    sharded = [number for number, p in enumerate(parameters) if isinstance(p, DistributedParameter)]
-
-    def flat(number: int, value: Any) -> Any:
-        return value.flatten() if torch.is_tensor(value) and value.dim() and number in sharded else value
-
-    entries = {
-        number: {key: flat(number, value) for key, value in entry.items()}
-        for number, entry in state["state"].items()
-    }
-    load_optimizer_state(optimizer, {**state, "state": entries, "is_whole": True}, 1.0)
+    load_optimizer_state(optimizer, {**state, "is_whole": True}, 1.0)
 
 
 class _ClipsShards:
@@ -162,6 +152,8 @@ class BMTrainStrategy(TrainerDDP):  # type: ignore[misc]
         shard_model(module)
         if is_fitting:
             self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                adopt_optimizer(optimizer)
         self.setup_precision_plugin()
         plugin = self.precision_plugin
         if not isinstance(plugin, _ClipsShards):
@@ -269,6 +261,10 @@ class BMTrainFabricStrategy(FabricDDP):  # type: ignore[misc]
             for group in optimizer.param_groups:
                 group["params"] = [shards[names[id(p)]] if id(p) in names else p for p in group["params"]]
         return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], *args
+
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        adopt_optimizer(optimizer)
+        return super().setup_optimizer(optimizer)
 
     def backward(self, tensor: torch.Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
         """Backpropagates the mean of the ranks' losses."""

@@ -5,41 +5,42 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from .._base.deprecate import warn_once
 from .._engine.engine import current_engine
 from .._ranks import context
 from ..global_var import rank, world_size
 from ..parameter import DistributedParameter
 from ._grad_stats import parameters_of
+from ._state import take_whole_state
 from .places import wants_disk
 
 #: Class names of optimizers that need norms or factors of full tensors, which shards cannot give.
 _WHOLE_TENSOR_KINDS = ("adafactor", "lamb", "larc", "lars", "muon", "shampoo")
 
 
-def refuse_whole_tensor_optimizer(optimizer: Any) -> None:
-    """Raises ValueError for an optimizer that computes over full tensors, if it has distributed parameters."""
-    name = type(optimizer).__name__
-    fits = getattr(optimizer, "_bmtrain_optimizer", False) or getattr(optimizer, "for_shards", False)
-    if fits or not any(kind in name.lower() for kind in _WHOLE_TENSOR_KINDS):
+def adopt_optimizer(optimizer: Any) -> None:
+    """Lets an optimizer of torch over shards load states of whole parameters.
+
+    Raises:
+        ValueError: it computes over whole tensors, or a policy wants its state on a drive.
+    """
+    if getattr(optimizer, "_bmtrain_optimizer", False):
         return
-    if any(isinstance(p, DistributedParameter) for p in parameters_of(optimizer.param_groups)):
+    name, parameters = type(optimizer).__name__, list(parameters_of(optimizer.param_groups))
+    is_unsuited = any(kind in name.lower() for kind in _WHOLE_TENSOR_KINDS)
+    is_unsuited &= not getattr(optimizer, "for_shards", False)
+    if is_unsuited and any(isinstance(p, DistributedParameter) for p in parameters):
         raise ValueError(
             f"optimizer: {name} computes over whole tensors and would see this rank's shards, flat; use "
             f"bmtrain.optim.whole_matrix({name}, params, ...), or bmtrain.optim.whole_norms() in its step, and declare "
             "for_shards = True in the class"
         )
-
-
-def refuse_policies_of_tiers(optimizer: Any) -> None:
-    """Raises ValueError for an optimizer of another library whose state a policy wants on a drive."""
-    if not getattr(optimizer, "_bmtrain_optimizer", False) and any(
-        map(wants_disk, parameters_of(optimizer.param_groups))
-    ):
-        raise ValueError(
-            "BlockPolicy(optimizer='disk'): expected an optimizer of bmtrain.optim, got "
-            f"{type(optimizer).__name__}"
-        )
+    if any(map(wants_disk, parameters)):
+        raise ValueError(f"BlockPolicy(optimizer='disk'): expected an optimizer of bmtrain.optim, got {name}")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer.register_load_state_dict_pre_hook(take_whole_state)
 
 
 def warn_of_likely_mistakes(optimizer: Any) -> None:

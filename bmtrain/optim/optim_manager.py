@@ -30,10 +30,9 @@ from ._grad_stats import (
 )
 from ._loss_watch import LossWatch
 from ._options_watch import OptionsWatch
-from ._state import load_optimizer_state, optimizer_state, take_whole_state
+from ._state import load_optimizer_state, optimizer_state
 from ._suitability import (
-    refuse_policies_of_tiers,
-    refuse_whole_tensor_optimizer,
+    adopt_optimizer,
     warn_of_likely_mistakes,
     warn_of_uninitialised,
     warn_of_unsent_gradients,
@@ -179,8 +178,7 @@ class OptimManager:
             )
         if any(optimizer is known for known in self.optimizers):
             raise ValueError("optimizer: this one has been added before, and would step twice in each step()")
-        refuse_whole_tensor_optimizer(optimizer)
-        refuse_policies_of_tiers(optimizer)
+        adopt_optimizer(optimizer)
         if getattr(optimizer, "_owned_scale", None) is not None:
             warn_once(
                 "OptimManager.owned_scale",
@@ -190,8 +188,6 @@ class OptimManager:
         if (survival := _survival()) is not None:
             survival.add(self, optimizer)
         warn_of_likely_mistakes(optimizer)
-        if isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "_bmtrain_optimizer"):
-            optimizer.register_load_state_dict_pre_hook(take_whole_state)
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
 

@@ -143,7 +143,7 @@ def fp16(module: Any) -> Any:
     return module.MixedPrecision("16-mixed", "cpu", scaler=scaler)
 
 
-def train_by_fabric(kind: str, ranks: int, folder: Path, ours: bool = False) -> dict[str, Any]:
+def train_by_fabric(kind: str, ranks: int, folder: Path, plain: Path, ours: bool = False) -> dict[str, Any]:
     strategy: Any = "auto"
     if kind == "sharded":
         from bmtrain.integrations.lightning import BMTrainFabricStrategy
@@ -179,11 +179,12 @@ def train_by_fabric(kind: str, ranks: int, folder: Path, ours: bool = False) -> 
     state = {"model": model, "optimizer": optimizer, "step": 7}
     fabric.save(folder / "fabric.ckpt", state)
     epoch(seen["losses"])
-    state["step"] = 0
-    fabric.load(folder / "fabric.ckpt", state)
-    assert state["step"] == 7
-    seen["again"] = []
-    epoch(seen["again"])
+    for name, source in {"again": folder, "of-plain": plain}.items():
+        state["step"] = 0
+        fabric.load(source / "fabric.ckpt", state)
+        assert state["step"] == 7
+        seen[name] = []
+        epoch(seen[name])
     return seen
 
 
@@ -194,10 +195,11 @@ def main() -> None:
     seen: dict[str, Any] = {
         name: train(kind, ranks, folder / name, options) for name, options in VARIANTS.items()
     }
-    seen["fabric"] = train_by_fabric(kind, ranks, folder)
-    seen["fabric-ours"] = train_by_fabric(kind, ranks, folder / "ours", ours=True)
+    plain = Path(sys.argv[-1])
+    seen["fabric"] = train_by_fabric(kind, ranks, folder, plain)
+    seen["fabric-ours"] = train_by_fabric(kind, ranks, folder / "ours", plain, ours=True)
     if kind == "sharded":
-        seen["of-plain"] = resume_plain(folder, Path(sys.argv[3]))
+        seen["of-plain"] = resume_plain(folder, plain)
     if lightning.fabric.utilities.rank_zero.rank_zero_only.rank == 0:
         (folder / "log.json").write_text(json.dumps(seen))
 

@@ -102,3 +102,35 @@ def test_a_checkpoint_replaces_what_a_killed_run_has_left(tmp_path: Path) -> Non
     _Folder(tmp_path / "last.ckpt", "model", "optim")._replace(new)
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
     assert (tmp_path / "last.ckpt" / "meta.pt").read_text() == new.name
+
+
+def refused_optimizers(folder: str) -> list[str]:
+    import lightning
+    from integrations import lightning_script
+
+    from bmtrain.integrations.lightning import BMTrainFabricStrategy
+
+    class Module(lightning_script.Module):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adafactor(self.parameters())
+
+    def by_trainer() -> None:
+        lightning_script.trainer_of("sharded", 1, Path(folder), {}, 1).fit(Module())
+
+    def by_fabric() -> None:
+        fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=BMTrainFabricStrategy())
+        fabric.launch()
+        net = lightning_script.Net()
+        fabric.setup(net, torch.optim.Adafactor(net.parameters()))
+
+    said = []
+    for train in (by_trainer, by_fabric):
+        with pytest.raises(ValueError) as caught:
+            train()
+        said.append(str(caught.value))
+    return said
+
+
+def test_optimizers_over_whole_tensors_are_refused(tmp_path: Path) -> None:
+    for said in run_ranks(1, refused_optimizers, str(tmp_path), init=False, fresh=True)[0]:
+        assert said.startswith("optimizer: Adafactor computes over whole tensors")

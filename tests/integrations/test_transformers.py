@@ -138,6 +138,34 @@ def test_arguments_that_a_sharded_model_cannot_follow_are_named(name: str) -> No
     assert message.startswith(f"TrainingArguments({name}=True): not with a sharded model: ")
 
 
+def refused_optimizers() -> list[str]:
+    import transformers
+
+    from bmtrain.integrations.accelerate import Accelerator
+    from bmtrain.integrations.transformers import Trainer
+
+    args = transformers.TrainingArguments(
+        tempfile.mkdtemp(), use_cpu=True, report_to=[], optim="adafactor", disable_tqdm=True
+    )
+    ids = torch.arange(16)
+    trainer = Trainer(
+        model=trainer_script.llama(), args=args, train_dataset=[{"input_ids": ids, "labels": ids}]
+    )
+    model = bmt.BMTrainModelWrapper(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.Adafactor(model.parameters())
+    said = []
+    for train in (trainer.train, lambda: Accelerator(cpu=True).prepare(model, optimizer)):
+        with pytest.raises(ValueError) as caught:
+            train()
+        said.append(str(caught.value))
+    return said
+
+
+def test_optimizers_over_whole_tensors_are_refused() -> None:
+    for said in run_ranks(1, refused_optimizers, timeout=120)[0]:
+        assert said.startswith("optimizer: Adafactor computes over whole tensors")
+
+
 def pretrained(folder: str) -> tuple[torch.Tensor, int]:
     from transformers import AutoModelForCausalLM
 
