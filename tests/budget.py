@@ -22,9 +22,9 @@ PYTHON = {
     "engine": ("_engine", 8515),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5642),
     "files": ("_files dcp distributed store weights", 4664),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10107),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10104),
     "survive": ("_survive survive", 2675),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_795),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_791),
 }
 CORE = {
     "bindings": (". bindings ops", 1496),

@@ -107,11 +107,6 @@ def _load_whole(model: torch.nn.Module, state: Mapping[str, Any], strict: bool) 
     model.load_state_dict(DistributedStateDictWrapper(state), strict=strict)
 
 
-def _load_whole_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Loads the state of an optimizer of the unsharded model."""
-    load_optimizer_state(optimizer, {**state, "is_whole": True}, 1.0)
-
-
 class _ClipsShards:
     """Part of a precision plugin that clips by the norm over all ranks."""
 
@@ -216,7 +211,7 @@ class BMTrainStrategy(TrainerDDP):  # type: ignore[misc]
         whole: dict[str, Any] = self.checkpoint_io.load_checkpoint(path, **options)
         _load_whole(self.lightning_module, whole["state_dict"], strict)
         for optimizer, state in zip(self.optimizers, whole.get("optimizer_states", ()), strict=False):
-            _load_whole_state(optimizer, state)
+            load_optimizer_state(optimizer, {**state, "is_whole": True}, 1.0)
         return whole
 
     def _folder(self, path: Any) -> _Folder:
