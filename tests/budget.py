@@ -30,7 +30,7 @@ CORE = {
     "bindings": (". bindings ops", 1496),
     "common": ("common", 973),
     "comm": ("comm", 6747),
-    "shard": ("shard", 2719),
+    "shard": ("shard", 2760),
     "disk": ("disk", 900),
     "optim": ("optim", 2148),
     "cpu": ("cpu", 2279),

@@ -1,16 +1,11 @@
 #include "shard/reduction.h"
 
-#include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 
 #include <utility>
 
 #include "common/check.h"
 #include "common/race_point.h"
-#include "common/sizes.h"
-#include "shard/tree_sum.h"
 
 namespace bmtrain {
 
@@ -133,19 +128,15 @@ void Reduction::start() {
   under_way_.clear();
   stage_ = Stage::kFirstSum;
   Communicator& comm = *spec_.reduce_comm;
-  if (all_comm_) {
-    exchange_with_all();
-  } else if (spec_.layout.num_ranks() == 1) {
+  const bool is_alone = spec_.layout.num_ranks() == 1;
+  if (all_comm_ || (!is_alone && spec_.reduce_way != ReduceWay::kDirect)) {
+    start_another_way();
+  } else if (is_alone) {
     received_ = gradient_;
     add_replicas();
     if (spec_.host_lane && !work_) {
       ready_ = spec_.host_lane->mark();
     }
-  } else if (spec_.reduce_way == ReduceWay::kRing) {
-    received_ = at::empty({spec_.layout.partition()}, gradient_.options());
-    work_ = comm.ring_reduce_scatter(received_, gradient_, spec_.label);
-  } else if (spec_.reduce_way == ReduceWay::kHosts) {
-    exchange_in_host();
   } else if (spec_.is_worth_sharing(spec_.reduce_dtype) && comm.works_in_place()) {
     work_ = comm.all_to_all_in_place(gradient_, peer_slices_, spec_.label);
   } else {
@@ -154,82 +145,21 @@ void Reduction::start() {
   }
 }
 
-// Each rank of this host gets what is for the ranks with its place, one slice for each host.
-void Reduction::exchange_in_host() {
-  const std::int64_t num_hosts = spec_.hosts_comm->size(), num_here = spec_.host_comm->size();
-  const std::int64_t partition = spec_.layout.partition();
-  const at::Tensor ordered = spec_.full_from_pool(spec_.reduce_dtype);
-  ordered.view({num_here, num_hosts, partition})
-      .copy_(gradient_.view({num_hosts, num_here, partition}).transpose(0, 1));
-  gradient_ = ordered;
-  received_ = spec_.full_from_pool(spec_.reduce_dtype);
-  work_ = spec_.host_comm->all_to_all(received_, gradient_, spec_.label);
-}
-
-void Reduction::exchange_between_hosts() {
-  const std::int64_t numel = spec_.hosts_comm->size() * spec_.layout.partition();
-  const at::Tensor sums = at::empty({numel}, received_.options());
-  sum_slices(sums, received_.view({spec_.host_comm->size(), numel}).unbind(0), /*accumulate=*/false);
-  let_go();
-  gradient_ = sums;
-  received_ = at::empty_like(sums);
-  work_ = spec_.hosts_comm->all_to_all(received_, gradient_, spec_.label);
-}
-
-// Each rank gets a piece of its shard from every rank; its replicas get the others.
-void Reduction::exchange_with_all() {
-  const std::int64_t num_sharing = spec_.layout.num_ranks(), partition = spec_.layout.partition();
-  const std::int64_t num_pieces = spec_.num_replicas(),
-                     piece = round_up(partition, 8 * num_pieces) / num_pieces;
-  gradient_ =
-      at::constant_pad_nd(gradient_.view({num_sharing, partition}), {0, num_pieces * piece - partition})
-          .view({num_sharing, num_pieces, piece})
-          .transpose(0, 1)
-          .reshape({-1});
-  received_ = at::empty_like(gradient_);
-  work_ = all_comm_->all_to_all(received_, gradient_, spec_.label);
-}
-
 void Reduction::add_replicas() {
   if (spec_.num_replicas() > 1) {
     work_ = spec_.replica_comm->all_reduce(received_, ReduceOp::kSum, spec_.label);
   }
 }
 
-bool Reduction::start_next_sum() {
-  const bool is_first = stage_ == Stage::kFirstSum && spec_.layout.num_ranks() > 1;
-  const bool over_hosts = is_first && spec_.reduce_way == ReduceWay::kHosts;
-  const bool over_replicas =
-      !over_hosts && !all_comm_ && (is_first || stage_ == Stage::kOverHosts) && spec_.num_replicas() > 1;
-  if (!over_hosts && !over_replicas) {
-    return false;
-  }
-  work_->wait();
-  work_.reset();
-  const PlainMode plain;
-  if (over_hosts) {
-    exchange_between_hosts();
-    stage_ = Stage::kOverHosts;
-    return true;
-  }
-  const at::Tensor sum = spec_.empty_shard(spec_.dtype);
-  sum_slices(sum, slices(), /*accumulate=*/false);
-  let_go();
-  received_ = sum;
-  add_replicas();
-  stage_ = Stage::kOverReplicas;
-  return true;
-}
-
 bool Reduction::continue_sum() {
-  if (stage_ == Stage::kFirstSum) {
+  if (stage_ == Stage::kFirstSum && spec_.sums_in_steps()) {
     start_next_sum();
   }
   return stage_ == Stage::kOverHosts || stage_ == Stage::kOverReplicas;
 }
 
 void Reduction::await() {
-  while (start_next_sum()) {
+  while (spec_.sums_in_steps() && start_next_sum()) {
   }
   if (work_) {
     if (spec_.host_lane) {
@@ -295,15 +225,6 @@ void Reduction::finish(TreeSum* tree) {
   }
 }
 
-void Reduction::push_slices(TreeSum& tree) const {
-  BMT_CHECK(StateError, stage_ != Stage::kSummed, spec_.label, ": the gradients were summed already");
-  BMT_CHECK(StateError, spec_.reduce_way == ReduceWay::kDirect, spec_.label,
-            ": virtual shards need the gradients of each rank, not sums of several");
-  for (const at::Tensor& slice : slices()) {
-    tree.push(slice);
-  }
-}
-
 std::vector<at::Tensor> Reduction::slices() const {
   if (stage_ == Stage::kSummed) {
     return {sum_};
@@ -323,16 +244,6 @@ std::vector<at::Tensor> Reduction::slices() const {
     slices.push_back(received_.narrow(0, begin, slice));
   }
   return slices;
-}
-
-void Reduction::add(const at::Tensor& sum) {
-  const std::int64_t partition = spec_.layout.partition();
-  BMT_CHECK(ValueError, sum.dim() == 1 && sum.numel() == partition, "sum: expected ", partition,
-            " elements, got shape ", sum.sizes());
-  BMT_CHECK(StateError, trains_.size() == spec_.num_parameters(), spec_.label,
-            ": there was no backward to add a gradient of");
-  shard_.add(sum.to(spec_.home()), trains_);
-  shard_.publish(trains_);
 }
 
 void Reduction::let_go() noexcept {

@@ -96,10 +96,12 @@ class Reduction {
   void sum_what_has_arrived();
   // Waits for what peers read in place, sums it, and gives up the memory in which this rank sent its part.
   void sum_in_turn();
+  void add_replicas();
+  // Otherwise than by slices that go straight to their ranks.
+  void start_another_way();
   void exchange_in_host();
   void exchange_between_hosts();
   void exchange_with_all();
-  void add_replicas();
   // Waits for the sum under way and starts the next one; false if it is the last.
   bool start_next_sum();
   // What each rank sent in rank order, or their sum.
