@@ -8,6 +8,7 @@ from typing import Any
 import accelerate
 import torch
 
+from ..optim._state import load_optimizer_state, optimizer_state
 from ..optim._suitability import adopt_optimizer
 from ..optim.clip_grad import clip_gradients
 from ..wrapper import BMTrainModelWrapper
@@ -66,7 +67,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         adopt_optimizer(optimizer)
-        return super().prepare_optimizer(optimizer, device_placement)
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        prepared.__class__ = _WithWholeState
+        return prepared
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backpropagates the mean of the ranks' losses."""
@@ -80,6 +83,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Clips by the norm over all ranks, and returns it. Collective."""
         self.unscale_gradients()
         return clip_gradients(parameters, max_norm, norm_type=norm_type)
+
+
+class _WithWholeState(accelerate.optimizer.AcceleratedOptimizer):  # type: ignore[misc]
+    """An optimizer whose state dicts are of whole parameters, for any number of ranks. Collective."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return optimizer_state(self.optimizer, gather=True)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        load_optimizer_state(self.optimizer, state_dict, 1.0)
 
 
 _DATA_PARALLEL = tuple(

@@ -166,6 +166,55 @@ def test_optimizers_over_whole_tensors_are_refused() -> None:
         assert said.startswith("optimizer: Adafactor computes over whole tensors")
 
 
+def net() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
+
+
+def losses(model: Any, optimizer: Any, backward: Any, number: int) -> list[float]:
+    x = torch.linspace(-1, 2, 40).view(8, 5).sin()
+    found = []
+    for _ in range(number):
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        backward(loss)
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def states_of_accelerate(folder: str, is_ours: bool, first: int) -> list[float]:
+    """Losses of some steps, if any, of some that are lost, and of those after ``load_state``."""
+    from bmtrain.integrations.accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = bmt.BMTrainModelWrapper(net())
+    parameters = model.parameters()
+    adam = (
+        bmt.optim.AdamOptimizer(parameters, lr=0.01, weight_decay=0.01, decoupled=True)
+        if is_ours
+        else torch.optim.AdamW(parameters, lr=0.01)
+    )
+    model, optimizer = accelerator.prepare(model, adam)
+    found = losses(model, optimizer, accelerator.backward, first)
+    if first:
+        accelerator.save_state(folder)
+    losses(model, optimizer, accelerator.backward, 2)
+    accelerator.load_state(folder)
+    return found + losses(model, optimizer, accelerator.backward, 3)
+
+
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_states_of_accelerate_continue_on_any_number_of_ranks(is_ours: bool, tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    expected = losses(model, optimizer, torch.Tensor.backward, 6)
+    for found in run_ranks(2, states_of_accelerate, str(tmp_path), is_ours, 3, timeout=120):
+        assert found == pytest.approx(expected, abs=1e-6)
+    [alone] = run_ranks(1, states_of_accelerate, str(tmp_path), is_ours, 0, timeout=120)
+    assert alone == pytest.approx(expected[3:], abs=1e-6)
+
+
 def pretrained(folder: str) -> tuple[torch.Tensor, int]:
     from transformers import AutoModelForCausalLM
 
