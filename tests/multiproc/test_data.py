@@ -216,16 +216,17 @@ class SizedStream(Stream):
 
 
 def refused() -> None:
-    for stream in (Stream(), SizedStream()):
-        with pytest.raises(TypeError, match=r"length and indices, got (Sized)?Stream.*dp_rank"):
-            bmt.data.loader(stream, 4)
+    for stream in (Stream(), SizedStream(), set(range(SIZE)), iter(range(SIZE))):
+        with pytest.raises(TypeError, match=rf"length and indices, got {type(stream).__name__}.*dp_rank"):
+            bmt.data.loader(stream, 4)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="sampler: the loader decides"):
         bmt.data.loader(range(SIZE), 4, sampler=None)
     with pytest.raises(ValueError, match="at least 80 samples, 40 for each of 2 ranks.*got 50"):
         bmt.data.loader(range(SIZE), 40)
     with pytest.raises(ValueError, match="batch_size: expected at least 1"):
         bmt.data.loader(range(SIZE), 0)
-    assert len(bmt.data.loader(range(80), 40)) == 1
+    loader = bmt.data.loader(range(80), 40)
+    assert len(loader) == 1 and len(loader.dataset) == 80
     state = bmt.data.loader(range(SIZE), 4, seed=1).state_dict()
     with pytest.raises(ValueError, match="seed"):
         bmt.data.loader(range(SIZE), 4, seed=1).load_state_dict({"epoch": 0, "samples": 0})

@@ -339,7 +339,13 @@ def carry(folder: str, number: int, optimizer: str, dtype: str, pipeline: bool) 
 
 @pytest.mark.parametrize(
     ("optimizer", "dtype"),
-    [("adam", "float16"), ("offload", "bfloat16"), ("torch", "float32"), ("sgd", "float32")],
+    [
+        ("adam", "float16"),
+        ("offload", "bfloat16"),
+        ("torch", "float32"),
+        ("torch", "bfloat16"),
+        ("sgd", "float32"),
+    ],
 )
 def test_any_size_carries_on_from_any_other(optimizer: str, dtype: str, tmp_path: Path) -> None:
     expected: State = {}
@@ -359,10 +365,10 @@ def carry_by(folder: str, number: int, kind: str) -> State:
     else:
         optimizer = bmt.optim.AdamOptimizer(parameters, lr=0.01, state_dtype=kind)
     if number:
-        bmt.dcp.load(f"{folder}/{number - 1}", model, optimizer)
+        bmt.dcp.load(f"{folder}/made/{number - 1}", model, optimizer)
     else:
         train(model, optimizer)
-    bmt.dcp.save(f"{folder}/{number}", model, optimizer)
+    bmt.dcp.save(f"{folder}/made/{number}", model, optimizer)
     return full_state(model, optimizer)[1]["state"]  # type: ignore[no-any-return]
 
 

@@ -247,6 +247,11 @@ def refused() -> None:
         layer.experts(torch.ones(2, 3), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
     with pytest.raises(ValueError, match=r"expected \(tokens, 4\) and \(tokens, k\)"):
         layer.experts(torch.ones(2, 4), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+    with pytest.raises(ValueError, match=r"top_k_weights: expected shape \(2, 1\), got \(2, 2\)"):
+        layer.experts(torch.ones(2, 4), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 2))
+    for index in (-1, 4):
+        with pytest.raises(ValueError, match=f"top_k_index: expected 0 to 3, got .*{index}"):
+            layer.experts(torch.ones(2, 4), torch.tensor([[0], [index]]), torch.ones(2, 1))
 
 
 def test_wrong_arguments_are_named() -> None:

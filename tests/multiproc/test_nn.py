@@ -261,6 +261,19 @@ def test_an_untied_head_that_takes_the_tokens_of_each_rank_has_the_gradients_of_
     run_ranks(world, untied_head, init={"tp_size": 2})
 
 
+def look_up(number: int) -> str:
+    layer = bmt.nn.VPEmbedding(6, 4)
+    with pytest.raises(IndexError) as error:
+        layer(torch.tensor([0, number, 5]))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("number", [-1, 6])
+def test_an_id_outside_the_vocabulary_is_named_on_all_ranks(number: int) -> None:
+    said = f"x: expected ids in [0, 6), got {number}"
+    assert run_ranks(2, look_up, number, init={"tp_size": 2}) == [said] * 2
+
+
 def indivisible(kind: str) -> str:
     makers = {
         "out_features": lambda: bmt.nn.ColumnParallelLinear(4, 5),

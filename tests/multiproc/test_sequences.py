@@ -62,8 +62,8 @@ def attend(
         torch.manual_seed(length)
         queries, step = (12, 3) if length < 100 else (1, 700)
         whole = [
-            torch.randn(2, n, length, 4, dtype=torch.float64, requires_grad=True)
-            for n in (queries, heads, heads)
+            torch.randn(2, n, length, features, dtype=torch.float64, requires_grad=True)
+            for n, features in ((queries, 4), (heads, 4), (heads, 6))
         ]
         documents = torch.stack([torch.arange(length) // step, torch.arange(length) // (step + 2)]) * packed
         wanted = plain_attention(*whole, documents, causal, window, scale)

@@ -262,6 +262,38 @@ def test_buffers_that_the_model_computes(tmp_path: Path) -> None:
     run_ranks(2, load_and_compute, str(tmp_path))
 
 
+class Normalized(torch.nn.Module):
+    """Buffers of all kinds: of a file, of the model and None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.register_buffer("angles", torch.arange(3.0, device="cpu"), persistent=False)
+        self.register_buffer("absent", None)
+
+
+def load_buffers(folder: str) -> str:
+    plain = Normalized()
+    plain.norm(torch.arange(32.0).view(8, 4))
+    bmt.weights.save(plain, folder)
+    bmt.synchronize()
+    with torch.device("meta"):
+        model, other = Normalized(), Normalized()
+    bmt.weights.load(bmt.BMTrainModelWrapper(model), folder)
+    assert model.angles.tolist() == [0, 1, 2] and model.absent is None
+    for name, buffer in plain.norm.named_buffers():
+        assert torch.equal(getattr(model.norm, name), buffer), name
+    bmt.BMTrainModelWrapper(other)
+    with pytest.raises(RuntimeError) as raised:
+        bmt.weights.load(other, folder, strict=False, rename=lambda name: None if "mean" in name else name)
+    return str(raised.value)
+
+
+def test_buffers_in_files_and_beside_them(tmp_path: Path) -> None:
+    for said in run_ranks(2, load_buffers, str(tmp_path)):
+        assert said == "weights.load: nothing fills the buffers norm.running_mean"
+
+
 def load_problems(folder: str) -> list[str]:
     from safetensors.torch import save_file
 
