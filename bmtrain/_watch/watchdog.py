@@ -85,7 +85,8 @@ class Watch:
         self._failure: Message | None = None  # reported, without a verdict yet
         self._deadline = 0.0
         self._seen: list[Message] | None = None  # this process's operations at the time of the question
-        self._accepted = False  # a verdict, which is being reported
+        self._accepted = False  # a verdict
+        self._reported = ""  # the verdict, if it ends the job
         self._judged = threading.Event()  # there is one, and everything is aborted
         self._stopping = False
         self._pid = os.getpid()
@@ -396,6 +397,7 @@ class Watch:
             return
         if self._seen is None:
             self._state()
+        self._reported = verdict["text"]
         self._reporter.report(verdict, self._words.raised_at or position.of_main_thread(), self._seen or [])
         if self._rank in verdict["culprits"] and verdict["failure"]["kind"] not in _SELF_ENDING:
             self._resort.arm(verdict["text"])
@@ -413,7 +415,7 @@ class Watch:
     def _is_victim(self, error: BaseException, what: str) -> bool:
         """Whether an exception only repeats a reported verdict: the same exception, or one that it caused."""
         self._resort.release()
-        verdict = self.core.verdict if self._accepted else ""
+        verdict = self._reported
         if not isinstance(error, CommunicationError):
             return f" raised {what}" in verdict
         context = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

@@ -153,12 +153,17 @@ for step in range(4):
         if sys.argv[1] in ("raise", "continue"):
             raise ValueError("of the script")
     manager.step()
+    if sys.argv[1] == "evaluate" and step == 2:
+        if os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(batch)
 print(f"{bmt.world_size()} ranks at the end", flush=True)
 """
 
 
 @pytest.mark.parametrize(
-    ("way", "status", "ends"), [("well", 0, 3), ("kill", 0, 2), ("raise", 1, 0), ("continue", 1, 2)]
+    ("way", "status", "ends"),
+    [("well", 0, 3), ("kill", 0, 2), ("raise", 1, 0), ("continue", 1, 2), ("evaluate", 137, 0)],
 )
 def test_the_other_ranks_continue(way: str, status: int, ends: int, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -167,6 +172,8 @@ def test_the_other_ranks_continue(way: str, status: int, ends: int, tmp_path: Pa
     done = run_process(command, check=False)
     assert done.returncode == status
     assert done.stdout.count(f"{ends} ranks at the end") == ends
+    # a loss that a step would have survived: nothing else says why the job has ended
+    assert done.stdout.count("; outside of a step that ends the job: ") == (way == "evaluate")
     if ends == 2:
         assert "bmtrain: rank 0 lost; 2 ranks continue" in done.stdout
         how = "was ended by SIGKILL" if way == "kill" else "ended with status 1"
