@@ -237,7 +237,7 @@ def _chosen(arguments: argparse.Namespace, policy: str) -> TrainingPolicy:
 
 def _measure_memory(arguments: argparse.Namespace) -> dict[str, Any]:
     (policy,) = arguments.policies
-    small = argparse.Namespace(**{**vars(arguments), "layers": 1, "dim": 64})
+    small = argparse.Namespace(**{**vars(arguments), "layers": 1, "dim": 16})
     _Training(small, policy).step()  # code that is loaded when it is first used is no memory of the model
     before = resident_bytes()
     training = _Training(arguments, policy)

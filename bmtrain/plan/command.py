@@ -230,10 +230,8 @@ def _run(arguments: argparse.Namespace) -> int:
         disk_share=arguments.disk_share,
     )
     _require_wide(model, policy)
-    if policy.disk and not arguments.here:
-        raise ValueError("--disk: expected --here: drives hold blocks of CPU ranks, and --machine names GPUs")
-    if arguments.tier_directory and not policy.disk:
-        raise ValueError("--tier-directory: expected --disk, whose drives it names")
+    if arguments.tier_directory and not (policy.disk and arguments.here):
+        raise ValueError("--tier-directory: expected --disk and --here, to measure the drives that it names")
     machine = _machine(arguments, policy.compute_dtype or _stored_in(model, arguments))
     plan = None
     if arguments.choose:

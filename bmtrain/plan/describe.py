@@ -16,6 +16,7 @@ from .._engine.selective import KeptResults, is_expensive
 from ..block_layer import Block
 from ..optim._rules import RULES, Member, Rules, homes_in, table_of
 from ..pipe_layer import PipelineTransformerBlockList
+from .live import gradient_peak
 from .mixtures import balanced_experts
 from .model import BlockDescription, FlatBuffer, ModelDescription, OutsideParameter, muon_flops, transformer
 
@@ -72,15 +73,11 @@ def describe_module(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     watch = _Watch(members)
-    with (
-        FakeTensorMode(),
-        _fake_parameters(module),
-        _unsharded(module),
-        watch.running(),
-        balanced_experts(module, watch.note_mixture) as mixtures,
-    ):
-        fakes = tree_map(_fake, inputs)
-        result = module(*fakes)
+    with FakeTensorMode(), _fake_parameters(module), _unsharded(module):
+        with watch.running(), balanced_experts(module, watch.note_mixture) as mixtures:
+            result = module(*tree_map(_fake, inputs))
+        with balanced_experts(module, watch.note_mixture):
+            watch.run_backwards()
     of_experts = {id(param) for member in mixtures for param in member.parameters()}
     groups = _muon_groups(module, members)
     of_muon = {id(param) for group in groups if group["rule"] == "muon" for param in group["params"]}
@@ -160,7 +157,7 @@ def _described(
         input_bytes=record.input_bytes / samples,
         attention_bytes=(record.attention_bytes[0] / samples, record.attention_bytes[1] / samples),
         activation_bytes=max(record.saved_bytes, record.input_bytes) / samples,
-        gradient_bytes=2.0 * record.largest_saved / samples,
+        gradient_bytes=record.gradient_bytes / samples,
         mixtures=tuple((number, nbytes / samples) for number, nbytes in record.mixtures),
         kept_bytes=record.kept_bytes / samples,
         flops_between_kept=(record.flops_at_last_save - record.expensive_flops_at_last_save) / samples,
@@ -226,7 +223,9 @@ def _unsharded(module: torch.nn.Module) -> Iterator[None]:
 class _Record:
     """Work and saved tensors of one block's forward, all samples together."""
 
+    call: tuple[Any, Any] = (), {}  # arguments
     input_bytes: int = 0
+    gradient_bytes: int = 0
     attention_bytes: tuple[int, int] = 0, 0
     mixtures: list[tuple[int, int]] = field(default_factory=list)  # experts, and bytes of their rows
     flops: float = 0.0
@@ -322,6 +321,21 @@ class _Watch:
             before = self._running.attention_bytes
             self._running.attention_bytes = before[0] + given, before[1] + made
 
+    def run_backwards(self) -> None:
+        """Runs a forward and a backward of a block of each kind."""
+        peaks: dict[Any, int] = {}
+        for block in self.blocks:
+            record = self.records[id(block)]
+            sizes = [
+                (x.shape, x.dtype)
+                for x in tree_leaves((record.call, list(block.parameters())))
+                if hasattr(x, "shape")
+            ]
+            kind = type(getattr(block, "_module", block)), *sizes
+            if kind not in peaks:
+                peaks[kind] = gradient_peak(block, *record.call)
+            record.gradient_bytes = peaks[kind]
+
     def outside_flops(self) -> float:
         """Work outside blocks."""
         inside = sum(record.flops for record in self.records.values())
@@ -350,6 +364,7 @@ class _Watch:
         self._begin = self._counter.get_total_flops()
         self._expensive.record = record
         self._expensive.__enter__()
+        record.call = args, kwargs
         record.input_bytes = sum(
             leaf.nbytes
             for leaf in tree_leaves((args, kwargs))

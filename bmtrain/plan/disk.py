@@ -13,7 +13,7 @@ from .model import MOMENT_BYTES, FlatBuffer, ModelDescription
 from .network import Network
 from .policy import TrainingPolicy
 
-__all__ = ["DiskEstimate", "on_disk"]
+__all__ = ["DiskEstimate", "on_disk", "pinned_bytes"]
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,9 @@ def on_disk(model: ModelDescription, policy: TrainingPolicy, network: Network) -
     state = sum(b.state for b in buffers)
     parameters, gradients = sum(b.parameters for b in buffers), sum(b.gradients for b in buffers)
     updated = sum(b.parameters for b in buffers if b.trains)
-    # The last block stays from its forward to its backward; at level 2 all of them do.
-    again = parameters - sum(b.parameters for b in blocks[-1]) if policy.level == 3 else 0
+    # The last block stays from its forward to its backward; at level 2, and in a stage, all of them do.
+    is_again = policy.level == 3 and policy.pipe_size == 1
+    again = (parameters - sum(b.parameters for b in blocks[-1])) * is_again
     return DiskEstimate(
         stored=parameters + gradients + state,
         read_in_forward=parameters,
@@ -78,6 +79,11 @@ def on_disk(model: ModelDescription, policy: TrainingPolicy, network: Network) -
         written_in_update=updated + state,
         buffers=_passage(buffers, policy) + _waiting(blocks, policy, network),
     )
+
+
+def pinned_bytes(nbytes: int) -> int:
+    """Returns the size of a page-locked allocation of torch: a power of two."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
 class _Buffer:
@@ -107,9 +113,12 @@ def _passage(buffers: Sequence[_Buffer], policy: TrainingPolicy) -> int:
 
 def _waiting(blocks: Sequence[Sequence[_Buffer]], policy: TrainingPolicy, network: Network) -> int:
     """Returns the memory of blocks that were read, the running one included, and of gradients that are written."""
-    # The shard of one rank is its gathered buffer.
-    is_whole = policy.block_policy().num_sharing(network.size) == 1
-    num_read = len(blocks) if is_whole and policy.level == 2 else AHEAD + 1
-    parameters = sorted(sum(b.parameters for b in block) for block in blocks)
-    gradients = sorted(sum(b.gradients for b in block) for block in blocks)
+    is_pinned = not network.machine.shares_memory
+    # The shard of one rank is its gathered buffer, on a processor.
+    is_gathered = policy.block_policy().num_sharing(network.size) == 1 and not is_pinned
+    stays = is_gathered and (policy.level == 2 or policy.pipe_size > 1)
+    num_read = len(blocks) if stays else AHEAD + 1
+    held = pinned_bytes if is_pinned else int
+    parameters = sorted(sum(held(b.parameters) for b in block) for block in blocks)
+    gradients = sorted(sum(held(b.gradients) for b in block) for block in blocks)
     return sum(parameters[-num_read:]) + sum(gradients[-LEAVING - 1 :])

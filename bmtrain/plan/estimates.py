@@ -8,7 +8,7 @@ __all__ = ["MemoryEstimate", "TimeEstimate"]
 
 #: Memory of kernels and allocators beside tensors: a share of the tensors; and what libraries keep for products, which
 #: grows with the widths of a model, and so with the tensors, up to a limit.
-_SCRATCH_SHARE, _KEPT_SHARE, _KEPT_BYTES = 0.015, 0.025, 4 * 2**20
+_SCRATCH_SHARE, _KEPT_SHARE, _KEPT_BYTES = 0.015, 0.035, 4 * 2**20
 
 
 @dataclass(frozen=True)

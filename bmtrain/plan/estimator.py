@@ -12,10 +12,10 @@ import torch
 from .._engine.pipe_schedule import idle_share
 from .._engine.policy import Recompute
 from ..errors import DoesNotFitError
-from .disk import DiskEstimate, on_disk
+from .disk import DiskEstimate, on_disk, pinned_bytes
 from .estimates import MemoryEstimate, TimeEstimate
 from .machine import Machine
-from .model import FlatBuffer, ModelDescription, adam_bytes
+from .model import BlockDescription, FlatBuffer, ModelDescription, adam_bytes
 from .network import NUM_OWN, NUM_OWN_RECOMPUTING, Network
 from .policy import DISK, TrainingPolicy
 from .simulated_shards import Widths
@@ -193,7 +193,7 @@ def estimate(
 
     Raises:
         ValueError: the devices do not divide into pipelines of tensor-parallel groups, or of these into parts of
-            ``zero_size``.
+            ``zero_size``; or a run on such devices would refuse the policy.
 
     Example:
         >>> from bmtrain.plan import MACHINES, TrainingPolicy, estimate, gpt2
@@ -202,12 +202,14 @@ def estimate(
         (True, 'compute')
     """
     policy = TrainingPolicy() if policy is None else policy
+    _check_places(machine, policy)
     stage = _stage_of(machine, policy)
     local = model.sliced(policy.tp_size, policy.pipe_size, policy.sp_size, policy.ep_size)
     if policy.compute_dtype is not None:
         local = local.computed_in(policy.compute_dtype.itemsize)
     network = Network(machine, stage // policy.tp_size, stride=policy.tp_size)
     num_sharing = policy.block_policy().num_sharing
+    apart = [not machine.shares_memory and policy.is_apart(number) for number in range(len(local.blocks))]
     states = model_state_bytes(
         local,
         network.of_all_stages(policy).size,
@@ -218,21 +220,22 @@ def estimate(
         num_sharing_experts=num_sharing(stage // policy.ep_size),
     )
     disk = on_disk(local, policy, network)
-    moved = dict.fromkeys(states, 0)  # to the host, with their blocks
-    pinned = 0
-    if policy.parameters == "host":
-        if machine.shares_memory:
-            raise ValueError("parameters='host': expected a machine of GPUs; CPU ranks are on the host")
-        moved = model_state_bytes(
-            replace(local, outside=()),
-            network.size,
-            num_sharing(network.size),
-            policy.state_dtype,
-            num_sharing_experts=num_sharing(stage // policy.ep_size),
-        )
-        pinned = _pinned_bytes(local, network, policy)
+    moved = model_state_bytes(  # to the host, with their blocks
+        replace(local, outside=()),
+        network.size,
+        num_sharing(network.size),
+        policy.state_dtype,
+        optimizer=policy.optimizer,
+        disk=lambda number: policy.on_disk(number) if apart[number] else DISK,
+        num_sharing_experts=num_sharing(stage // policy.ep_size),
+    )
     states = {name: nbytes - moved[name] for name, nbytes in states.items()}
     on_host = policy.offload * states["optimizer"]
+    pinned = sum(
+        _pinned_bytes(block, policy.on_disk(number), network, policy)
+        for number, block in enumerate(local.blocks)
+        if apart[number]
+    )
     step = SimulatedStep(
         local,
         policy,
@@ -249,10 +252,14 @@ def estimate(
     )
     result = step.run()
     if policy.optimizer == "muon":  # its step holds more than a backward where activations are few
-        result.memory.add("gathered", result.memory.pool_peak)
+        result.memory.add("gathered", result.memory.idle)
         result.memory.add("matrices", _matrix_bytes(local, network, policy))
+    through_host = 0 if machine.shares_memory else disk.buffers
     memory = _memory(
-        result, machine, on_host + pinned + moved["optimizer"], _wire_bytes(local, network, policy, result)
+        result,
+        machine,
+        on_host + pinned + moved["optimizer"] + through_host,
+        _wire_bytes(local, network, policy, result),
     )
     copies = _copy_bytes(local, network, policy, machine, states) if policy.survive else 0
     kernels = _kernel_bytes(local, policy) if machine.shares_memory else 0.0
@@ -260,8 +267,10 @@ def estimate(
         model=model,
         machine=machine,
         policy=policy,
-        memory=replace(memory, copies=copies, disk=disk.buffers, kernels=kernels),
-        time=_time(result, machine, policy, states, moved, disk, _muon_seconds(local, network, policy)),
+        memory=replace(memory, copies=copies, disk=disk.buffers - through_host, kernels=kernels),
+        time=_time(
+            result, machine, policy, states, moved, disk, _muon_seconds(local, network, policy, apart)
+        ),
         traffic={
             name: (messages * policy.passes, nbytes * policy.passes)
             for name, (messages, nbytes) in result.traffic.items()
@@ -269,6 +278,19 @@ def estimate(
         result=result,
         disk=disk,
     )
+
+
+def _check_places(machine: Machine, policy: TrainingPolicy) -> None:
+    """Refuses places of blocks that devices with memory of their own do not have."""
+    if machine.shares_memory:
+        return
+    if policy.disk and policy.parameters == "device" and "parameters" not in policy.disk:
+        raise ValueError(
+            "disk: expected parameters='host', or 'parameters' on drives as well, for devices with memory of their own "
+            f"(GPUs), got {policy.disk}: gradients, and state on a drive, are with their parameters"
+        )
+    if policy.survive and policy.parameters == "host":
+        raise ValueError("survive: expected CPU ranks, got devices with parameters='host'")
 
 
 def _stage_of(machine: Machine, policy: TrainingPolicy) -> int:
@@ -309,14 +331,15 @@ def _kernel_bytes(model: ModelDescription, policy: TrainingPolicy) -> float:
     return max(_KERNEL_BYTES * is_narrow, _MUON_KERNEL_BYTES * (policy.optimizer == "muon"))
 
 
-def _pinned_bytes(model: ModelDescription, network: Network, policy: TrainingPolicy) -> int:
-    """Returns the page-locked memory of blocks: torch rounds each shard up to a power of two."""
-    shards = [
-        (1 + buffer.trains) * [buffer.partition(network.sharing(buffer, policy).size) * buffer.element_size]
-        for block in model.blocks
+def _pinned_bytes(
+    block: BlockDescription, on_disk: Sequence[str], network: Network, policy: TrainingPolicy
+) -> int:
+    """Returns the page-locked memory of a block."""
+    return sum(
+        (("parameters" not in on_disk) + ("gradients" not in on_disk and buffer.trains))
+        * pinned_bytes(buffer.partition(network.sharing(buffer, policy).size) * buffer.element_size)
         for buffer in block.buffers
-    ]
-    return sum(1 << max(nbytes - 1, 0).bit_length() for of_buffer in shards for nbytes in of_buffer)
+    )
 
 
 def _wire_bytes(
@@ -346,10 +369,12 @@ def _shared_bytes(
 
     Buffers that are used in place: gathered parameters once for all ranks, full gradients of each rank. And rings,
     which hold all parts of the largest gather, and the slices that the largest reduction sends to and receives from
-    peers.
+    peers, of a block or of a parameter outside of blocks.
     """
     own: set[tuple[int, int]] = set()
-    through_rings = 0
+    ranks = network.of_all_stages(policy).size
+    outside = max((param.partition(ranks) * param.element_size for param in model.outside), default=0)
+    through_rings = (3 * ranks - 2) * outside if ranks > 1 else 0
     for block in model.blocks:
         of_block = 0
         for buffer in block.buffers:
@@ -402,16 +427,21 @@ def _matrix_bytes(model: ModelDescription, network: Network, policy: TrainingPol
     return 2 * (max(in_memory, on_disk) + 3 * largest)
 
 
-def _muon_seconds(model: ModelDescription, network: Network, policy: TrainingPolicy) -> float:
+def _muon_seconds(
+    model: ModelDescription, network: Network, policy: TrainingPolicy, apart: Sequence[bool]
+) -> tuple[float, float]:
     """Returns the time of the products, which all ranks divide, or of the messages meanwhile if these take longer:
-    each element travels to the owner of its matrix and back, in bf16."""
+    each element travels to the owner of its matrix and back, in bf16. And the time one way between the device and the
+    host, of the elements whose momentum is there."""
     if policy.optimizer != "muon":
-        return 0.0
+        return 0.0, 0.0
     machine, size = network.machine, network.size
     flops = sum(block.muon_flops for block in model.blocks)
-    numel = sum(sum(buffer.numels) for block in model.blocks for buffer in block.buffers if buffer.trains)
-    messages = 2 * network.seconds(2 * numel / size / size, ring=False) if size > 1 else 0.0
-    return max(flops / size / (machine.flops * machine.efficiency), messages)
+    numels = [sum(sum(buffer.numels) for buffer in b.buffers if buffer.trains) for b in model.blocks]
+    on_host = sum(numel for numel, is_apart in zip(numels, apart, strict=True) if is_apart or policy.offload)
+    messages = 2 * network.seconds(2 * sum(numels) / size / size, ring=False) if size > 1 else 0.0
+    products = flops / size / (machine.flops * machine.efficiency)
+    return max(products, messages), 2 * on_host / size / machine.pcie_bandwidth
 
 
 def _time(
@@ -421,7 +451,7 @@ def _time(
     states: dict[str, int],
     moved: dict[str, int],
     disk: DiskEstimate,
-    muon: float,
+    muon: tuple[float, float],
 ) -> TimeEstimate:
     gradients = states["gradients"]
     # One pass over gradient, parameter, master and moments reads and writes all but the gradient.
@@ -429,8 +459,15 @@ def _time(
     touched_by_host = (
         policy.offload * touched + 2 * (moved["optimizer"] + moved["gradients"]) + moved["gradients"]
     )
-    optimizer = (1 - policy.offload) * touched / machine.memory_bandwidth + muon
-    pcie = policy.offload * gradients / machine.pcie_bandwidth if policy.offload else 0.0
+    # The update of what passes reads and writes all of it in memory too.
+    passing = disk.read_in_update + disk.written_in_update
+    products, matrices = muon
+    optimizer = (1 - policy.offload) * touched / machine.memory_bandwidth + products
+    if machine.shares_memory:
+        optimizer += passing / machine.memory_bandwidth
+    else:
+        touched_by_host += passing
+    pcie = policy.offload * gradients / machine.pcie_bandwidth + matrices
     host = touched_by_host * machine.devices_per_node / machine.host_bandwidth
     passes = policy.passes
     share = idle_share(policy.pipe_size, policy.micros, policy.schedule, policy.chunks)
@@ -439,13 +476,11 @@ def _time(
     # which the ranks transform together). A phase takes as long as the slower of both.
     rate = machine.disk_bandwidth / machine.devices_per_node
     with_passes = (disk.read_in_passes + disk.written_in_passes) / rate
-    with_update = (disk.read_in_update + disk.written_in_update) / rate
-    # The update of what passes reads and writes all of it in memory too.
-    optimizer += (disk.read_in_update + disk.written_in_update) / machine.memory_bandwidth
-    shared = 0.0 if muon else 1.0
+    with_update = passing / rate
+    shared = 0.0 if policy.optimizer == "muon" else 1.0
     forward = shared * result.forward
     reads = shared * disk.read_in_forward / rate
-    exposed = max(with_update + reads - optimizer - forward, 0.0)
+    exposed = max(with_update + reads - optimizer - host - forward, 0.0)
     exposed += max(with_passes - reads - (result.seconds * passes - forward), 0.0)
     return TimeEstimate(
         # The update on the host follows the backward: nothing of it overlaps. Gradients go down and parameters come

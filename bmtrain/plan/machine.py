@@ -73,6 +73,8 @@ class Machine:
             "memory_bandwidth",
             "link_bandwidth",
             "network_bandwidth",
+            "pcie_bandwidth",
+            "host_bandwidth",
             "disk_bandwidth",
         ):
             if not getattr(self, name) > 0:

@@ -76,8 +76,7 @@ class BlockDescription:
         last_matmul_flops: those behind the last tensor that autograd saves, which no second forward repeats.
         input_bytes: its input hidden states.
         activation_bytes: everything that autograd saves in a forward, the input included.
-        gradient_bytes: gradients of activations that exist at once: of the result and of the input of the step of its
-            backward that has the largest ones.
+        gradient_bytes: gradients of activations in its backward, less the saved tensors that are freed until then.
         tp_exchange_bytes: sums over tensor-parallel ranks in a forward.
         attention_bytes: queries, keys and values of attention, and its results, which sequence ranks exchange.
         mixtures: of each mixture of experts, their number and the bytes of the rows that all of them get in a forward.
@@ -339,7 +338,9 @@ def transformer(
         input_bytes=float(seq_len * dim_model * element_size),
         activation_bytes=float(kept),
         attention_bytes=(float(seq_len * qkv * element_size), float(seq_len * inner * element_size)),
-        gradient_bytes=2.0 * seq_len * element_size * max(dim_ff, seq_len * num_heads if scores else 0),
+        # A gate has two inner maps, and softmax two gradients of scores; else a saved tensor is freed for each.
+        gradient_bytes=float(seq_len * element_size)
+        * max(dim_ff * (2 if gated else 1), 2 * seq_len * num_heads if scores else 0),
         # Queries, keys and values, attention (with the fp32 sums of fused attention), its projection, the first maps of
         # the feed-forward layer. Scores are larger than what they are computed from.
         kept_bytes=float(seq_len * element_size * (qkv + inner + dim_model + sum(widths)))

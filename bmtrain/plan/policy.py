@@ -40,7 +40,8 @@ class TrainingPolicy:
         optimizer: ``"adam"``, or ``"muon"`` for :class:`bmtrain.optim.MuonOptimizer`; with ``offload=1`` for
             :class:`bmtrain.optim.MuonOffloadOptimizer`, which has no part of it.
         survive: copies for the loss of a rank, as for :func:`bmtrain.init_distributed`.
-        parameters: ``"host"`` keeps parameters, gradients and state of blocks in memory of the host (GPUs only).
+        parameters: ``"host"`` keeps parameters, gradients and state of blocks in memory of the host; of CPU ranks they
+            are there.
         disk: what blocks keep on drives: ``"optimizer"``, and with it ``"parameters"``, ``"gradients"`` or both.
         disk_share: the share of the blocks that do.
         vertical: the micro-batches of ``accumulate`` pass each block together
@@ -93,16 +94,8 @@ class TrainingPolicy:
             raise ValueError(f"offload: expected 0 or 1 with 'muon', got {self.offload}")
         if self.parameters not in ("device", "host"):
             raise ValueError(f"parameters: expected 'device' or 'host', got {self.parameters!r}")
-        for name, is_right, expected in (
-            ("level", self.level >= 2, "2 or 3"),
-            ("optimizer", self.optimizer == "adam", "'adam'"),
-            ("survive", not self.survive, "False"),
-            ("disk", not self.disk, "()"),
-            ("pipe_size", self.pipe_size == 1, "1"),
-        ):
-            if self.parameters == "host" and not is_right:
-                got = getattr(self, name)
-                raise ValueError(f"{name}: expected {expected} with parameters='host', got {got!r}")
+        if self.parameters == "host" and self.level < 2:
+            raise ValueError(f"level: expected 2 or 3 with parameters='host', got {self.level}")
         if not set(self.disk) <= set(DISK):
             raise ValueError(f"disk: expected some of {', '.join(DISK)}, got {', '.join(self.disk)}")
         if self.disk and (self.state_dtype is torch.int8 or self.survive):
@@ -113,10 +106,6 @@ class TrainingPolicy:
             )
         if not 0 < self.disk_share <= 1:
             raise ValueError(f"disk_share: expected more than 0, and at most 1, got {self.disk_share}")
-        if set(self.disk) - {"optimizer"} and self.pipe_size > 1:
-            raise ValueError(
-                f"disk: expected parameters and gradients with pipe_size=1, got {self.pipe_size}"
-            )
         if isinstance(self.recompute, bool):
             object.__setattr__(self, "recompute", Recompute.WHOLE if self.recompute else Recompute.OFF)
         object.__setattr__(self, "recompute", self.block_policy().recompute)
@@ -151,8 +140,12 @@ class TrainingPolicy:
     def block_policy(self) -> BlockPolicy:
         """The same choices as a Block's policy."""
         recompute: Any = self.recompute
-        shares = "disk" if self.disk_share == 1 else {"disk": self.disk_share, "device": 1 - self.disk_share}
-        places: dict[str, Any] = dict.fromkeys(self.disk, shares)
+        places: dict[str, Any] = {"parameters": self.parameters}
+        for name in self.disk:
+            rest = self.parameters if name == "parameters" else "device"
+            places[name] = (
+                "disk" if self.disk_share == 1 else {"disk": self.disk_share, rest: 1 - self.disk_share}
+            )
         return BlockPolicy(
             level=self.level,
             recompute=recompute,
@@ -160,7 +153,7 @@ class TrainingPolicy:
             compute_dtype=self.compute_dtype,
             gather_dtype=self.gather_dtype,
             reduce=self.reduce,
-            **({"parameters": "host"} if self.parameters == "host" else places),
+            **places,
         )
 
     def on_disk(self, number: int) -> tuple[str, ...]:
@@ -169,6 +162,10 @@ class TrainingPolicy:
             return self.disk
         block = self.block_policy().of_block(number)
         return tuple(name for name in self.disk if getattr(block, name) == "disk")
+
+    def is_apart(self, number: int) -> bool:
+        """Whether a device has the parameters of the block ``number`` only while they are in use."""
+        return self.parameters == "host" or "parameters" in self.on_disk(number)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -62,8 +62,7 @@ def choose_policy(
 
 def _may_move(policy: TrainingPolicy, machine: Machine) -> bool:
     """Whether blocks can move to the host, at level 2 or 3."""
-    refused = policy.survive or policy.disk or policy.pipe_size > 1 or policy.optimizer == "muon"
-    return policy.parameters == "device" and not (machine.shares_memory or refused)
+    return policy.parameters == "device" and not (machine.shares_memory or policy.survive)
 
 
 def _at_level(policy: TrainingPolicy, level: int) -> TrainingPolicy:

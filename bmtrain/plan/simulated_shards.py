@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .._C import ShardedBuffer
+from .._engine.engine import SLOTS_PER_CLASS
 from .._engine.policy import BlockPolicy
 from .model import FlatBuffer
 from .network import BUS, NUM_COMMON, Network, Transfer, Wire
@@ -39,8 +40,8 @@ class MemoryMeter:
         self.now = dict(fixed)
         self.at_peak = dict(fixed)
         self.peak = sum(fixed.values())
-        #: Largest sum of what the runtime's BufferPool lends.
-        self.pool_peak = 0.0
+        #: Largest sum of what the runtime's BufferPool lends, and the largest part of it.
+        self.pool_peak = self.largest_lent = 0.0
 
     def add(self, purpose: str, nbytes: float) -> None:
         """Adds ``nbytes``; negative values free them."""
@@ -50,6 +51,13 @@ class MemoryMeter:
             self.peak, self.at_peak = total, dict(self.now)
         pool = self.now.get("gathered", 0.0) + self.now.get("gradients in flight", 0.0)
         self.pool_peak = max(self.pool_peak, pool)
+        if purpose in ("gathered", "gradients in flight"):
+            self.largest_lent = max(self.largest_lent, nbytes)
+
+    @property
+    def idle(self) -> float:
+        """Bytes that the pool keeps between the passes."""
+        return min(self.pool_peak, SLOTS_PER_CLASS * self.largest_lent)
 
 
 class CommonBuffers:
@@ -343,13 +351,18 @@ class SimulatedShards:
     """A substitute for `ShardedBuffer`: the same states and buffers, without data."""
 
     def __init__(
-        self, simulation: Simulation, label: str, buffer: FlatBuffer, policy: BlockPolicy, network: Network
+        self,
+        simulation: Simulation,
+        label: str,
+        buffer: FlatBuffer,
+        policy: BlockPolicy,
+        network: Network,
+        on_host: bool,
     ) -> None:
         num_sharing = policy.num_sharing(network.size)
         sharing, replicas = network.part(num_sharing), network.replicas(num_sharing)
         widths = Widths.of(buffer, policy)
         partition = buffer.partition(num_sharing)
-        on_host = policy.parameters == "host"
         self._gathers = _Gathers(simulation, label, partition, sharing, widths, on_host)
         way = _reduction_path(network, policy, num_sharing)
         self._reduction = _Reduction(simulation, label, partition, sharing, replicas, widths, way, on_host)

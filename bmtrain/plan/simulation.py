@@ -112,9 +112,9 @@ class SimulatedStep:
         self.blocks: list[BlockState] = []
         chosen = policy.block_policy()
         for number, block in enumerate(model.blocks):
-            label = f"block {number}"
+            label, on_host = f"block {number}", policy.is_apart(number) and not network.machine.shares_memory
             shards: Any = [
-                SimulatedShards(self.simulation, label, buffer, chosen, network.of(buffer, policy))
+                SimulatedShards(self.simulation, label, buffer, chosen, network.of(buffer, policy), on_host)
                 for buffer in block.buffers
             ]
             self.blocks.append(BlockState(self.engine, label, shards, chosen))
@@ -206,9 +206,7 @@ class SimulatedStep:
             self._exchange(block)
         if not state.defers:
             self._begin_gradients(state)
-        # The hidden state has a gradient of the residual path and one of the layer.
-        passing = (block.gradient_bytes + block.input_bytes) * self.samples_at_once
-        passing += block.input_bytes * self.joined_samples
+        passing = block.gradient_bytes * self.samples_at_once + block.input_bytes * self.joined_samples
         if not (self.writes_products_in_place and block.has_products_only):
             passing += block.largest_parameter_gradient
         memory.add("activations", passing)

@@ -91,15 +91,16 @@ def test_same_bits(kind: str, world: int, init: dict[str, Any], optimizer: str, 
     run_ranks(world, compare, kind, optimizer, places, init={"tier_directories": [str(drive)], **init})
 
 
-def count_planned() -> None:
-    dim = 600
-    linears = [(bmt.nn.ColumnParallelLinear, bmt.nn.RowParallelLinear), (torch.nn.Linear, torch.nn.Linear)]
+def count_planned(init: dict[str, int]) -> None:
+    dim, pipe = 600, "pipe_size" in init
+    own = [bmt.nn.Linear] * 2 if pipe else [bmt.nn.ColumnParallelLinear, bmt.nn.RowParallelLinear]
     with bmt.default_policy(bmt.BlockPolicy(**ALL)):
         divided, plain = (
-            [torch.nn.Sequential(*(linear(dim, dim, bias=False) for linear in pair)) for _ in range(3)]
-            for pair in linears
+            [torch.nn.Sequential(*(linear(dim, dim, bias=False) for linear in pair)) for _ in range(4)]
+            for pair in (own, [torch.nn.Linear] * 2)
         )
-        model = bmt.TransformerBlockList([bmt.Block(layer) for layer in divided])
+        blocks = [bmt.Block(layer, mode="PIPE" if pipe else "BLOCK") for layer in divided]
+        model = (bmt.PipelineTransformerBlockList if pipe else bmt.TransformerBlockList)(blocks)
     optimizer = bmt.optim.AdamOptimizer(model.parameters())
     x, before = torch.ones(4, dim), (0, 0)
     for _ in range(3):
@@ -109,19 +110,19 @@ def count_planned() -> None:
         optimizer.step()
         optimizer._place.finish()
     moved = [now - old for now, old in zip(kernel_bytes(), before, strict=True)]
-    with pytest.raises(
-        ValueError, match="expected layers whose forward is one rank's, got ColumnParallelLinear"
-    ):
+    kind = type(model if pipe else divided[0][0]).__name__
+    with pytest.raises(ValueError, match=f"expected layers whose forward is one rank's, got {kind}"):
         describe_module(model, x)
     described = describe_module(torch.nn.Sequential(*plain), x, blocks=plain)
     machine = MACHINES["a100-80gb"].with_devices(bmt.world_size())
-    planned = estimate(described, machine, TrainingPolicy(disk=DISK, tp_size=2)).disk
+    planned = estimate(described, machine, TrainingPolicy(disk=DISK, **init)).disk
     assert moved == pytest.approx([planned.read, planned.written], rel=0.02)
     assert bmt.memory_report(model, optimizer).on_disk == pytest.approx(planned.stored, rel=0.02)
 
 
-def test_bytes_of_tensor_parallel_blocks_are_as_planned(tmp_path: Path) -> None:
-    run_ranks(2, count_planned, init={"tier_directories": [str(tmp_path)], "tp_size": 2})
+@pytest.mark.parametrize("init", [{"tp_size": 2}, {"pipe_size": 2, "num_micro_batches": 2}], ids=str)
+def test_bytes_of_divided_blocks_are_as_planned(init: dict[str, int], tmp_path: Path) -> None:
+    run_ranks(2, count_planned, init, init={"tier_directories": [str(tmp_path)], **init})
 
 
 def flip() -> None:

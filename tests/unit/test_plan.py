@@ -199,12 +199,17 @@ def test_each_way_of_summing_gradients_is_counted() -> None:
 def test_sums_over_replicas_have_rings_and_what_arrives() -> None:
     machine = dataclasses.replace(EIGHT.with_devices(4), shares_memory=True)
     block = sum(numel * 4 for buffer in SMALL.blocks[0].buffers for numel in buffer.numels)
-    plain = estimate(SMALL, machine, TrainingPolicy(level=0)).memory.wire
+    inside = dataclasses.replace(SMALL, outside=())
+    plain = estimate(inside, machine, TrainingPolicy(level=0)).memory.wire
     assert plain == pytest.approx((1 + 3 / 4) * block, rel=0.01)
-    shared = estimate(SMALL, machine, TrainingPolicy(zero_size=2)).memory.wire
-    in_place = estimate(SMALL, dataclasses.replace(machine, shares_memory=True).with_devices(2)).memory.wire
+    shared = estimate(inside, machine, TrainingPolicy(zero_size=2)).memory.wire
+    in_place = estimate(inside, dataclasses.replace(machine, shares_memory=True).with_devices(2)).memory.wire
     assert shared - in_place == pytest.approx((1 + 1 / 2) * block / 2, rel=0.01)
     assert estimate(SMALL, EIGHT.with_devices(4), TrainingPolicy(level=0)).memory.wire == 0
+    # Of the largest table, all parts of a gather, and three slices sent and three received.
+    table = 1000 * 256 * 4
+    with_tables = estimate(SMALL, machine, TrainingPolicy(zero_size=2)).memory.wire
+    assert with_tables - shared == pytest.approx(table + 6 * table / 4, rel=0.01)
 
 
 @pytest.mark.parametrize(("numel", "mib"), [(1 << 20, 4 + 2 + 2), (1 << 21, 4 + 4 + 6)])
@@ -214,7 +219,8 @@ def test_shared_gradients_on_other_numbers_of_ranks_count_each(numel: int, mib: 
     buffers = FlatBuffer((1 << 20,), 4), FlatBuffer((numel,), 4, experts=(numel,))
     block = dataclasses.replace(SMALL.blocks[0], mixtures=((2, 1),))
     blocks = tuple(dataclasses.replace(block, buffers=(buffer,)) for buffer in buffers)
-    plan = estimate(dataclasses.replace(SMALL, blocks=blocks), machine, TrainingPolicy(ep_size=2))
+    model = dataclasses.replace(SMALL, blocks=blocks, outside=())
+    plan = estimate(model, machine, TrainingPolicy(ep_size=2))
     assert plan.memory.wire == mib << 20
 
 
@@ -346,22 +352,25 @@ def test_time_and_memory_with_blocks_on_the_host_are_near_those_of_a_card() -> N
     ("options", "words"),
     [
         ({"level": 1}, "level: expected 2 or 3 with parameters='host', got 1"),
-        ({"optimizer": "muon"}, "optimizer: expected 'adam'"),
-        ({"survive": True}, "survive: expected False"),
-        ({"disk": DISK}, "disk: expected"),
-        ({"pipe_size": 2}, "pipe_size: expected 1"),
+        ({"survive": True}, "survive: expected CPU ranks, got devices with parameters='host'"),
+        (
+            {"disk": ("optimizer",), "parameters": "device"},
+            "disk: expected parameters='host', or 'parameters' on",
+        ),
         ({"parameters": "disk"}, "parameters: expected 'device' or 'host', got 'disk'"),
     ],
 )
 def test_refused_combinations_with_blocks_on_the_host(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
-        TrainingPolicy(**{"parameters": "host", **options})
+        estimate(SMALL, EIGHT, TrainingPolicy(**{"parameters": "host", **options}))
 
 
-def test_cpu_ranks_have_no_blocks_on_the_host() -> None:
+@pytest.mark.parametrize("options", [{}, {"survive": True}, {"disk": ("optimizer",)}])
+def test_blocks_of_cpu_ranks_are_on_the_host(options: dict[str, Any]) -> None:
     machine = dataclasses.replace(EIGHT, shares_memory=True)
-    with pytest.raises(ValueError, match="expected a machine of GPUs"):
-        estimate(SMALL, machine, TrainingPolicy(parameters="host"))
+    plans = [estimate(SMALL, machine, TrainingPolicy(parameters=p, **options)) for p in ("device", "host")]
+    assert plans[0].memory == plans[1].memory
+    assert (plans[0].time, plans[0].traffic) == (plans[1].time, plans[1].traffic)
 
 
 def test_tensor_parallel_ranks_and_stages_divide_the_model() -> None:
@@ -638,7 +647,7 @@ def test_the_products_of_muon_are_those_that_torch_counts() -> None:
 @pytest.mark.parametrize("offload", [0.0, 1.0])
 def test_ranks_divide_the_products_of_muon(offload: float) -> None:
     policy = TrainingPolicy(offload=offload)
-    model, machine = gpt2(24, 2048, 16), MACHINES["h100-80gb"]
+    model, machine = gpt2(24, 2048, 16, vocab_size=1000, seq_len=64), MACHINES["h100-80gb"]
     adam, muon = (
         estimate(model, machine.with_devices(8), dataclasses.replace(policy, optimizer=name))
         for name in ("adam", "muon")
@@ -656,7 +665,7 @@ def test_ranks_divide_the_products_of_muon(offload: float) -> None:
 
 
 def test_blocks_on_drives_take_what_the_drives_allow() -> None:
-    machine = dataclasses.replace(EIGHT.with_devices(2), disk_bandwidth=1e9)
+    machine = dataclasses.replace(EIGHT.with_devices(2), disk_bandwidth=1e9, shares_memory=True)
     plain = estimate(SMALL, machine, TrainingPolicy())
     plan = estimate(SMALL, machine, TrainingPolicy(disk=("parameters", "gradients", "optimizer")))
     block = plan.disk.stored / 6 / 4  # fp32: parameters, gradients, two moments
@@ -681,7 +690,7 @@ def test_an_update_from_drives_goes_on_in_the_first_forward(
     recompute: Any, level: int, disk: tuple[str, ...], reads: int
 ) -> None:
     fast = dict.fromkeys(("memory_bandwidth", "link_bandwidth"), 1e18)
-    machine = dataclasses.replace(EIGHT.with_devices(1), link_latency=0.0, disk_bandwidth=1e10, **fast)
+    machine = dataclasses.replace(EIGHT.with_devices(1), shares_memory=True, disk_bandwidth=1e10, **fast)
     plan = estimate(SMALL, machine, TrainingPolicy(recompute=recompute, level=level, disk=disk))
     forward = SMALL.flops / (machine.flops * machine.efficiency)
     assert plan.result.forward == pytest.approx(forward, rel=1e-4)
@@ -710,7 +719,7 @@ def test_scratch_of_small_models_is_a_share_of_their_tensors(layers: int, dim: i
     memory = estimate(gpt2(layers, dim, 4, vocab_size=256, seq_len=256), EIGHT, TrainingPolicy()).memory
     beyond_share = memory.scratch - 0.015 * memory.tensors
     assert 0 < beyond_share <= 4 * 2**20
-    assert beyond_share / memory.tensors <= 0.025 + 1e-9
+    assert beyond_share / memory.tensors <= 0.035 + 1e-9
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -726,6 +735,27 @@ def test_gradients_that_ranks_read_in_place(dtype: torch.dtype) -> None:
     assert in_place.memory.gradients - states == 4 * buffer.partition(2)
     product = max(buffer.numels) * dtype.itemsize
     assert apart.memory.activations - in_place.memory.activations == product
+
+
+class Gated(nn.Module):
+    """Two inner maps that are multiplied, each four times as wide as the input."""
+
+    def __init__(self, takes: bool) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 32), nn.Linear(8, 32), nn.Linear(32, 8)
+        self.takes = takes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = (
+            self.up(x) * nn.functional.silu(self.gate(x)) if self.takes else nn.functional.gelu(self.up(x))
+        )
+        return x + self.down(inner)
+
+
+@pytest.mark.parametrize(("block", "widths"), [(Gated(True), 64), (Gated(False), 32), (nn.Linear(8, 8), 8)])
+def test_gradients_take_the_places_of_saved_tensors(block: nn.Module, widths: int) -> None:
+    described = describe_module(nn.Sequential(block), torch.zeros(2, 5, 8), blocks=[block])
+    assert described.blocks[0].gradient_bytes == 5 * widths * 4
 
 
 def test_a_block_of_an_embedding_has_its_gradient_beside_the_buffer() -> None:
@@ -774,15 +804,13 @@ def test_what_drives_cannot_hold_is_refused(capsys: pytest.CaptureFixture[str]) 
         ),
         ({"disk": ("optimizer",), "state_dtype": torch.int8}, "disk: expected float32 or bfloat16 moments"),
         ({"disk": ("optimizer",), "survive": True}, "without survive"),
-        ({"disk": ("parameters", "optimizer"), "pipe_size": 2}, "with pipe_size=1, got 2"),
         ({"disk": ("parameters",)}, "expected optimizer='disk' as well"),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             TrainingPolicy(**options)
-    assert main(["plan", "--layers", "2", "--disk"]) == 2
-    assert "--disk: expected --here" in capsys.readouterr().err
-    assert main(["plan", "--layers", "2", "--tier-directory", "."]) == 2
-    assert "--tier-directory: expected --disk" in capsys.readouterr().err
+    for option in ("--disk", "--here"):
+        assert main(["plan", "--layers", "2", option, "--tier-directory", "."]) == 2
+        assert "--tier-directory: expected --disk and --here" in capsys.readouterr().err
 
 
 def test_sizes_in_the_readme() -> None:
@@ -826,7 +854,8 @@ def test_a_drive_is_measured_by_reads_and_writes_of_equal_size(tmp_path: Path) -
 def test_drives_are_in_the_report(
     options: list[str], stored: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("bmtrain.plan.command.measure_machine", lambda *_: EIGHT.with_devices(2))
+    measured = dataclasses.replace(EIGHT.with_devices(2), shares_memory=True)
+    monkeypatch.setattr("bmtrain.plan.command.measure_machine", lambda *_: measured)
     assert main(["plan", "--here", "--layers", "2", "--set", "disk_bandwidth=7e9", *options]) == 0
     text = capsys.readouterr().out
     rows = (
