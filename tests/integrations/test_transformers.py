@@ -166,6 +166,55 @@ def test_optimizers_over_whole_tensors_are_refused() -> None:
         assert said.startswith("optimizer: Adafactor computes over whole tensors")
 
 
+def refused_plugin() -> str:
+    from accelerate import DistributedType
+
+    from bmtrain.integrations.accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    kind, accelerator.state.distributed_type = accelerator.distributed_type, DistributedType.FSDP
+    with pytest.raises(ValueError) as caught:
+        accelerator.adopt()
+    accelerator.state.distributed_type = kind
+    return str(caught.value)
+
+
+def test_plugins_of_accelerate_that_shard_are_refused() -> None:
+    [said] = run_ranks(1, refused_plugin, timeout=120)
+    assert said == "Accelerator: expected plain data parallelism, got FSDP; leave its plugin out"
+
+
+class Processing:
+    """In place of a tokenizer."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "processing.json").write_text("{}")
+
+
+def save_model_alone(folder: str) -> tuple[int, set[str]]:
+    import transformers
+
+    from bmtrain.integrations.transformers import Trainer
+
+    args = transformers.TrainingArguments(
+        folder, use_cpu=True, report_to=[], max_steps=2, save_steps=1, save_only_model=True, disable_tqdm=True
+    )
+    ids = torch.arange(16)
+    data = [{"input_ids": ids, "labels": ids}] * 4
+    for resumed in (None, f"{folder}/checkpoint-1"):
+        trainer = Trainer(
+            model=trainer_script.llama(), args=args, train_dataset=data, processing_class=Processing()
+        )
+        trainer.train(resume_from_checkpoint=resumed)
+    return trainer.state.global_step, {path.name for path in Path(folder, "checkpoint-2").iterdir()}
+
+
+def test_a_run_that_saves_the_model_alone_continues(tmp_path: Path) -> None:
+    for step, files in run_ranks(2, save_model_alone, str(tmp_path), timeout=120):
+        assert step == 2 and {"processing.json", "model.safetensors", "config.json"} <= files
+        assert "optimizer" not in files
+
+
 def net() -> torch.nn.Module:
     torch.manual_seed(1)
     return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
