@@ -323,7 +323,7 @@ class Batches:
     def sampler(self, start: int = 0) -> Iterator[list[int]]:
         """Yields the samples of each step from ``start`` on, for torch's ``DataLoader`` with workers that read ahead.
 
-        Each rank then reads the batch of the whole step, of which ``shard.of(batch)`` takes a shard's rows.
+        It has no end. Each rank reads the batch of the whole step, of which ``shard.of(batch)`` takes a shard's rows.
 
         Example:
             >>> bmtrain.init_distributed(virtual_shards=2)

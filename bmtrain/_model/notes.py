@@ -29,10 +29,12 @@ def name_block(error: Exception, label: str, parameters: Any, arguments: Any) ->
         return
     if "saved tensor hooks" in str(error):  # of torch.func
         _add(error, "in a block that recomputes; give it use_checkpoint=False", unless="use_checkpoint")
+    if "NestedTensorImpl" in str(error):
+        _add(error, "nested tensors in a block need layout=torch.jagged", unless="torch.jagged")
     error.__traceback__ = _without_engine(error.__traceback__)
     kinds = sorted({str(p.dtype) for p in parameters}) or ["none"]
     given = [
-        f"{leaf.dtype} {tuple(leaf.shape)}"
+        f"{leaf.dtype} {'nested' if leaf.is_nested else tuple(leaf.shape)}"
         for leaf in tree_leaves(arguments)
         if isinstance(leaf, torch.Tensor)
     ]

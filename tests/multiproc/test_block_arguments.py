@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import sys
 import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
@@ -394,3 +395,24 @@ def test_structures_of_arguments_and_results(body: Any) -> None:
 
 def test_iterators_that_can_be_read_only_once_are_refused() -> None:
     run_ranks(1, read_once)
+
+
+def nested_rows(layout: torch.layout) -> list[str]:
+    """Notes of the error that a Block raises for rows of unequal length, if it raises one."""
+    block = bmt.Block(bmt.nn.Linear(4, 4))
+    bmt.init_parameters(block)
+    rows = torch.nested.as_nested_tensor([torch.ones(n, 4) for n in (1, 3)], layout=layout)
+    try:
+        block(rows).values().sum().backward()
+    except RuntimeError as error:
+        return list(getattr(error, "__notes__", []))
+    assert block.weight.grad is not None
+    return []
+
+
+@pytest.mark.parametrize(("layout", "notes"), [(torch.jagged, 0), (torch.strided, 2)], ids=str)
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes before Python 3.11")
+def test_nested_tensors_are_jagged_ones(layout: torch.layout, notes: int) -> None:
+    (found,) = run_ranks(1, nested_rows, layout)
+    assert len(found) == notes
+    assert not notes or ("layout=torch.jagged" in found[0] and "arguments torch.float32 nested" in found[1])
