@@ -398,7 +398,7 @@ def _not_needed(saved: object) -> Any:
     raise RuntimeError("a described forward has no backward")
 
 
-#: What begins the names of families whose feed-forward layer has a gate; a configuration does not say so itself.
+#: Beginnings of the names of families whose feed-forward layer has a gate; a configuration does not say so itself.
 _GATED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "phi3", "olmo", "minicpm")
 
 

@@ -239,6 +239,56 @@ def test_collectives_of_two_communicators_share_the_wire() -> None:
     assert wire.busy == pytest.approx(wire.now)
 
 
+@pytest.mark.parametrize(
+    ("call", "seconds"),
+    [
+        (lambda n: n.seconds(80, ring=True), 7 * 80 / 10 + 2 * 16 + 6 * 8),
+        (lambda n: n.seconds(80, ring=False), 4 * 4 * 80 / 20 + 4 / 8 * 16 + 3 / 8 * 8),
+        (lambda n: n.part(4).seconds(80, ring=True), 3 * 80 / 100 * 10 + 3 * 8),
+        (lambda n: n.all_reduce_seconds(640), 2 * (7 * 80 / 10 + 2 * 16 + 6 * 8)),
+        (lambda n: n.all_reduce_seconds(640, ring=False), 2 * (4 * 4 * 80 / 20 + 4 / 8 * 16 + 3 / 8 * 8)),
+        (lambda n: n.seconds_by_hosts(80), 3 * 160 / 10 + 3 / 8 * 8 + 4 * 80 / 20 + 1 / 8 * 16),
+        (lambda n: n.gather_in_place_seconds(80), 2 * 80 / 5 + 8),
+        (lambda n: n.reduce_in_place_seconds(80), 9 * 80 / 5 + 8),
+        (
+            lambda n: dataclasses.replace(n, stride=2, size=4).seconds(80, ring=False),
+            2 * 2 * 2 * 80 / 20 + 2 / 8 * 16 + 1 / 8 * 8,
+        ),
+        (lambda n: n.part(1).seconds(80, ring=True), 0),
+    ],
+)
+def test_time_of_a_collective(call: Any, seconds: float) -> None:
+    machine = dataclasses.replace(
+        EIGHT.sized(num_nodes=2, devices_per_node=4),
+        link_bandwidth=10.0,
+        network_bandwidth=20.0,
+        memory_bandwidth=5.0,
+        link_latency=8.0,
+        network_latency=16.0,
+    )
+    assert call(Network(machine, 8)) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    "options", [{"offload": 0.25}, {"offload": 1.0, "optimizer": "muon"}, {"parameters": "host"}]
+)
+def test_time_of_an_update_on_the_host(options: dict[str, Any]) -> None:
+    """Gradients, masters and moments of fp32 parameters, each read once and written once; Muon has one moment."""
+    policy = TrainingPolicy(**options)
+    machine = EIGHT.with_devices(2)
+    plan = estimate(dataclasses.replace(SMALL, outside=()), machine, policy)
+    numel = sum(block.buffers[0].partition(2) for block in SMALL.blocks)
+    share = 1.0 if policy.parameters == "host" else policy.offload
+    touched = (2 * (4 + (4 if policy.optimizer == "muon" else 8)) + 4) * numel
+    assert plan.time.host == pytest.approx(2 * share * touched / machine.host_bandwidth, rel=0.02)
+    passing = policy.offload * 4 + (2 if policy.optimizer == "muon" else 0)
+    waited = plan.result.waiting_for_bus
+    assert plan.time.pcie - waited == pytest.approx(2 * passing * numel / machine.pcie_bandwidth, rel=0.02)
+    if policy.optimizer == "adam":
+        on_device = (1 - share) * touched / machine.memory_bandwidth
+        assert plan.time.optimizer == pytest.approx(on_device, rel=0.02, abs=1e-6)
+
+
 def test_direct_slices_cross_the_network_once_for_each_device_of_a_node() -> None:
     machine = dataclasses.replace(MACHINES["v100-32gb"], link_latency=0, network_latency=0)
     network = Network(machine, 32)
