@@ -27,12 +27,12 @@ PYTHON = {
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_938),
 }
 CORE = {
-    "bindings": (". bindings ops", 1496),
-    "common": ("common", 973),
+    "bindings": (". bindings ops", 1505),
+    "common": ("common", 943),
     "comm": ("comm", 6747),
     "shard": ("shard", 2760),
-    "disk": ("disk", 900),
-    "optim": ("optim", 2148),
+    "disk": ("disk", 844),
+    "optim": ("optim", 2133),
     "cpu": ("cpu", 2279),
     "cuda": ("cuda", 1514),
     "packaging": ("packaging", 86),

@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "common/check.h"
-#include "common/scale.h"
 #include "common/tensor_dtype.h"
 #include "common/typed.h"
 #include "cpu/kernels.h"
@@ -39,6 +38,16 @@ void check_memory(const at::Tensor& tensor, const char* what) {
 // Elements that lie densely in memory, in whatever order: what a sum does not care about.
 at::Tensor dense(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous();
+}
+
+// Multiplies a floating-point tensor in place with one rounding, as the kernel for GPUs does: in fp32 for
+// 16-bit values, by a factor that is not rounded to 16 bits.
+void scale_exactly(const at::Tensor& tensor, double factor) {
+  // The factor has to be the second operand and a "wrapped number": mul_(Scalar) makes it the first, and
+  // rounds it.
+  const at::Tensor number = at::scalar_tensor(factor, at::kDouble);
+  number.unsafeGetTensorImpl()->set_wrapped_number(true);
+  tensor.mul_(number);
 }
 
 template <typename Number>

@@ -1,8 +1,6 @@
 #include "optim/offload_update.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/from_blob.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -18,7 +16,6 @@
 #include "common/check.h"
 #include "common/per_process.h"
 #include "common/race_point.h"
-#include "common/scale.h"
 #include "common/thread_pool.h"
 #include "cpu/isa.h"
 
@@ -57,28 +54,6 @@ void compute_piece(const Slice& slice, std::int64_t offset, std::int64_t numel) 
     table.adam(*adam, offset, numel, nullptr);
   } else {
     table.momentum(std::get<cpu::MomentumSlice>(slice), offset, numel);
-  }
-}
-
-at::ScalarType torch_dtype(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return at::kHalf;
-    case DType::kBFloat16:
-      return at::kBFloat16;
-    default:
-      return at::kFloat;
-  }
-}
-
-// Multiplies a piece's gradient as clipping would, with its rounding; the memory is the update's own.
-void scale_piece(const cpu::StepSlice& slice, std::int64_t offset, std::int64_t numel,
-                 const std::vector<double>& factors) {
-  const at::NoGradGuard no_grad;
-  auto* const grad = static_cast<char*>(const_cast<void*>(slice.grad)) + offset * size_of(slice.grad_dtype);
-  const at::Tensor piece = at::from_blob(grad, {numel}, torch_dtype(slice.grad_dtype));
-  for (const double factor : factors) {
-    scale_exactly(piece, factor);
   }
 }
 
@@ -160,13 +135,16 @@ void OffloadUpdate::Plan::compute(std::int64_t chunk, bool zero_gradients) {
 void OffloadUpdate::Plan::compute_pieces(std::size_t number, bool zero_gradients) const {
   for (std::size_t i = number == 0 ? 0 : chunk_ends[number - 1]; i < chunk_ends[number]; ++i) {
     const Piece& piece = pieces[i];
-    if (!factors.empty()) scale_piece(arrays_of(slices[piece.slice]), piece.offset, piece.numel, factors);
+    const cpu::StepSlice& slice = arrays_of(slices[piece.slice]);
+    // The gradient is only read by kernels, and only changed here: its copy, and zeros on behalf of its
+    // owner.
+    auto* const grad = static_cast<char*>(const_cast<void*>(slice.grad));
+    for (const double factor : factors) {
+      scale_gradient(grad, slice.grad_dtype, factor, piece.offset, piece.numel);
+    }
     compute_piece(slices[piece.slice], piece.offset, piece.numel);
     if (zero_gradients) {
-      const cpu::StepSlice& slice = arrays_of(slices[piece.slice]);
       const std::int64_t size = size_of(slice.grad_dtype);
-      // The gradient is only read by kernels, and only zeroed here, on behalf of its owner.
-      auto* const grad = static_cast<char*>(const_cast<void*>(slice.grad));
       std::memset(grad + piece.offset * size, 0, static_cast<std::size_t>(piece.numel * size));
     }
   }

@@ -10,6 +10,7 @@
 #include "common/thread_pool.h"
 #include "common/word_sum.h"
 #include "cpu/isa.h"
+#include "optim/step_tensors.h"
 
 namespace bmtrain {
 namespace {
@@ -42,12 +43,6 @@ std::vector<Array> arrays_of(const cpu::AdamSlice& slice) {
 }
 
 std::vector<Array> arrays_of(const cpu::MomentumSlice& slice) { return arrays_of(slice, {slice.momentum}); }
-
-void scale(const at::Tensor& grad, DType dtype, double factor, std::int64_t offset, std::int64_t n) {
-  void* const data = grad.mutable_data_ptr();
-  const void* const source = data;
-  cpu::kernel_table().ordered_sum(data, &source, 1, offset, n, dtype, dtype, /*accumulate=*/false, factor);
-}
 
 // Brings a part of the arrays to the second cache.
 void prefetch(const std::vector<Array>& arrays, std::int64_t offset, std::int64_t n) {
@@ -103,7 +98,8 @@ void step_pieces(StepCheck& check, const std::vector<Slice>& slices, at::TensorL
     const Slice& slice = slices[s];
     const std::vector<Array> arrays = arrays_of(slice);
     const auto update = [&](std::int64_t offset, std::int64_t n) {
-      for (const double factor : check.factors[s]) scale(grads[s], slice.grad_dtype, factor, offset, n);
+      for (const double factor : check.factors[s])
+        scale_gradient(grads[s].mutable_data_ptr(), slice.grad_dtype, factor, offset, n);
       kernel(slice, offset, n);
     };
     if (check.journal != nullptr) {

@@ -5,6 +5,7 @@
 
 #include "common/check.h"
 #include "common/tensor_dtype.h"
+#include "cpu/isa.h"
 
 namespace bmtrain {
 namespace {
@@ -86,6 +87,12 @@ GradientFactor gradient_factor(double scale, bool maximize) {
   int exponent = 0;
   const bool power_of_two = std::fabs(std::frexp(divisor, &exponent)) == 0.5f && std::abs(exponent) < 120;
   return {.factor = power_of_two ? 1 / divisor : divisor, .divide = !power_of_two};
+}
+
+void scale_gradient(void* grad, DType dtype, double factor, std::int64_t offset, std::int64_t n) {
+  if (factor == 1) return;
+  const void* const source = grad;
+  cpu::kernel_table().ordered_sum(grad, &source, 1, offset, n, dtype, dtype, /*accumulate=*/false, factor);
 }
 
 }  // namespace bmtrain

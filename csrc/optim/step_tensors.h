@@ -72,4 +72,8 @@ struct GradientFactor {
 };
 [[nodiscard]] GradientFactor gradient_factor(double scale, bool maximize);
 
+/// Multiplies elements [offset, offset + n) of a gradient, with the bits of clipping: in fp32 and rounded
+/// once.
+void scale_gradient(void* grad, DType dtype, double factor, std::int64_t offset, std::int64_t n);
+
 }  // namespace bmtrain

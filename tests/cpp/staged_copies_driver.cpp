@@ -192,6 +192,13 @@ const cpu::KernelTable& cpu::kernel_table() {
         slice.weight[i] += slice.factors.negative_lr * grad[i];
       }
     };
+    made.ordered_sum = [](void* grad, const void* const* /*srcs*/, int /*num_srcs*/, std::int64_t offset,
+                          std::int64_t n, DType /*dtype*/, DType /*src_dtype*/, bool /*accumulate*/,
+                          double factor) {  // of gradients that were multiplied on the device
+      for (std::int64_t i = offset; i < offset + n; ++i) {
+        static_cast<float*>(grad)[i] *= static_cast<float>(factor);
+      }
+    };
     return made;
   }();
   return table;
