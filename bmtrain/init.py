@@ -113,8 +113,8 @@ def init_distributed(
         plan: by :func:`bmtrain.plan.estimate`, for this number of ranks; raises if it does not fit.
         virtual_shards: parts of a step's batch for :func:`bmtrain.virtual_shards`, at least ``dp_size``.
         ep_size: ranks that hold the experts of a :class:`bmtrain.nn.MoE` together (expert parallelism).
-        survive: number of ranks that may be lost at once while the others continue: 0 or 1. Needs ``virtual_shards``
-            and CPU ranks; see `docs/howto/survive.md`.
+        survive: number of ranks that may be lost at once while the others continue: 0 or 1. Needs
+            ``virtual_shards``; see `docs/howto/survive.md`.
         sp_size: ranks that divide the tokens of one batch, see :func:`bmtrain.shard_sequence`.
         tier_directories: for what Blocks keep on drives (`BlockPolicy`): in files without a name, of each rank's own,
             which end with the process. Several are several drives: they are measured, and filled in proportion to their
@@ -281,7 +281,9 @@ def _build(
         local_size=local[1],
         timeout=options.timeout,
         seed=seed,
-        groups=connect_groups(place, backend, options.timeout, meeting.store if meeting else None, watch),
+        groups=connect_groups(
+            place, backend, options.timeout, meeting.store if meeting else None, watch, bool(options.survive)
+        ),
         engine=Engine(device),
         watch=watch,
         zero_level=options.zero_level,

@@ -25,7 +25,7 @@ FILES, LINES = 14, 2996
 #: built. And their ceilings.
 CORE = ("csrc/shard/*", "csrc/comm/communicator.*")
 FEATURES = ("flat_layout", "host_lane", "reduction_ways", "tree_sum")
-CORE_FILES, CORE_LINES = 14, 2606
+CORE_FILES, CORE_LINES = 14, 2609
 #: Steps in which the order of calls is learnt, before the one that is measured.
 LEARNING_STEPS = 2
 

@@ -17,19 +17,19 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2628),
     "watch": ("_watch", 1953),
-    "ranks": ("_ranks global_var nccl synchronize utils", 4232),
+    "ranks": ("_ranks global_var nccl synchronize utils", 4244),
     "shards": ("_shards parameter", 1884),
     "engine": ("_engine", 8515),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5644),
     "files": ("_files dcp distributed store weights", 4664),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10104),
-    "survive": ("_survive survive", 2675),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10106),
+    "survive": ("_survive survive", 2717),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_938),
 }
 CORE = {
     "bindings": (". bindings ops", 1505),
     "common": ("common", 943),
-    "comm": ("comm", 6747),
+    "comm": ("comm", 6755),
     "shard": ("shard", 2760),
     "disk": ("disk", 844),
     "optim": ("optim", 2133),

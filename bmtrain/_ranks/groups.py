@@ -27,12 +27,15 @@ if TYPE_CHECKING:
 
 
 def connect_groups(
-    place: Topology, backend: str, timeout: float, store: Any, watch: Watch | None
+    place: Topology, backend: str, timeout: float, store: Any, watch: Watch | None, has_host: bool = False
 ) -> Mapping[str, Group]:
     """Creates every group's two communicators, groups of equal members sharing theirs.
 
     The families come in one fixed order on every rank and each rank is in one group of a family, so that the
     members of a group always meet. A group of one rank needs no connection.
+
+    Args:
+        has_host: whether GPU ranks are connected through host memory too, by one communicator: see `host_comm`.
     """
     made: dict[tuple[int, ...], tuple[Any, Any]] = {}
     groups: dict[str, Group] = {}
@@ -49,6 +52,9 @@ def connect_groups(
                     made[members] = connect(f"{name}/{group_id}", name, rank, members, group_id)
             comm, reduce_comm = made[members]
             groups[name] = Group(name, comm, reduce_comm, rank, len(members), group_id)
+        if has_host and backend == "nccl" and watch is not None:
+            comm = _connect_through_host(place, timeout, store, watch)
+            groups[_HOST] = Group(_HOST, comm, comm, place.rank, place.world_size, 0)
     except BaseException:
         for pair in made.values():
             for comm in pair:
@@ -57,7 +63,18 @@ def connect_groups(
     return MappingProxyType(groups)
 
 
+def host_comm(context: Context) -> Any:
+    """The communicator of all ranks for tensors in host memory; GPU ranks have it with ``survive=``."""
+    return context.groups.get(_HOST, context.world).comm
+
+
+def _connect_through_host(place: Topology, timeout: float, store: Any, watch: Watch) -> Any:
+    make = partial(create_gloo, store, _HOST, place.rank, place.world_size, transport_timeout(timeout), _HOST)
+    return watch.guard(_connect_or_fail(watch, make, _HOST), _HOST, tuple(range(place.world_size)))
+
+
 _LABEL = "groups of ranks"
+_HOST = "host"
 _POLL_SECONDS = 0.2  # interval of checks for exited ranks
 
 _Connect = Callable[[str, str, int, tuple[int, ...], int], tuple[Any, Any]]

@@ -63,7 +63,7 @@ class InitOptions:
             micros = given if stages >= 1 else 1
         backend = _choose_backend(backend)
         shards = _check_virtual_shards(virtual_shards, sizes, micros)
-        may_lose = _check_survive(survive, shards, backend, sizes)
+        may_lose = _check_survive(survive, shards, sizes)
         return cls(
             seed=_check_seed(seed),
             sizes=sizes,
@@ -116,7 +116,7 @@ def _check_virtual_shards(count: int | None, sizes: dict[str, int], micros: int)
     return number
 
 
-def _check_survive(survive: int, virtual_shards: int, backend: str, sizes: dict[str, int]) -> int:
+def _check_survive(survive: int, virtual_shards: int, sizes: dict[str, int]) -> int:
     number = require_integer("survive", survive)
     if number not in (0, 1):
         raise ValueError(f"survive: expected 0 or 1, got {number}")
@@ -129,8 +129,6 @@ def _check_survive(survive: int, virtual_shards: int, backend: str, sizes: dict[
             "survive: expected no layers, sequences or experts divided over ranks, got "
             + ", ".join(f"{name} {size}" for name, size in sizes.items())
         )
-    if number and backend == "nccl":
-        raise ValueError("survive: expected CPU ranks (backend='gloo'), got 'nccl'")
     return number
 
 

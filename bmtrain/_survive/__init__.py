@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from .._ranks.agree import broadcast_json, gather_json
 from .._ranks.context import Context
+from .._ranks.groups import host_comm
 
 __all__ = ["surviving", "waiting_to_join", "waits_for_a_place"]
 
@@ -18,7 +19,7 @@ def surviving(ctx: Context, host: str, hosts: Sequence[str]) -> Context:
     from .joining import Joining
     from .members import Address, Members
 
-    comm = ctx.world.comm
+    comm = host_comm(ctx)
     if hosts[comm.rank] != hosts[0] and ctx.watch is not None:
         host = ctx.watch.own_host()
     secret = broadcast_json(secrets.token_hex(16), 0, "survive", comm)

@@ -8,6 +8,9 @@ or 4 bytes per parameter; a copy of the state after each step would be 8 to 14.
 
 Shards that other ranks hold anyway (level 0, ``zero_size``) need no copy; their gradients stay on the rank.
 
+Copies of GPU ranks are in host memory and updated there, by kernels with the same bits. Their gradients, and all that
+ranks agree on, travel through host memory (`host_comm`), which no work that a device has queued holds up.
+
 [Note: Damaged copies]
 Each array of a copy has a checksum, taken by each update, and compared by the next one and before the copy replaces a
 lost rank. A message has a checksum for each parameter, compared at the same times. A damaged array is named and never
@@ -73,14 +76,16 @@ def _members(optimizer: ShardedOptimizer) -> Iterator[DistributedParameter]:
 def arrays_of(
     optimizers: Sequence[ShardedOptimizer],
 ) -> Iterator[tuple[int, DistributedParameter, tuple[str, ...]]]:
-    """Yields the number of each optimizer, its parameters, and the arrays of their state, by names all ranks know."""
+    """Yields the number of each optimizer, its parameters, and the arrays of their state, by names all ranks know.
+
+    Some ranks may have another copy of fp32 parameters: it has their values.
+    """
     for number, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
             names = optimizer._formula.formula_in(group).arrays_of(group)
             for p in group["params"]:
                 if isinstance(p, DistributedParameter):
-                    keeps_master = optimizer.has_master(p) and not optimizer._place.shares_master(p)
-                    yield number, p, (*names, MASTER) if keeps_master else names
+                    yield number, p, names if p.dtype is torch.float32 else (*names, MASTER)
 
 
 class Held(NamedTuple):
@@ -273,7 +278,10 @@ class Message:
         counts = [p._spec.part(rank % p._spec.group.size)[1] for p in params]
         sizes = [-(-n * dtype.itemsize // 8) * 8 for n, dtype in zip(counts, self._dtypes, strict=True)]
         nbytes = self._header.size + sum(sizes)
-        self.data = torch.zeros(nbytes, dtype=torch.uint8) if memory is None else memory[:nbytes]
+        if memory is None:
+            on_gpu = any(p.is_cuda for p in params)
+            memory = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
+        self.data = memory[:nbytes]
         known = zip(self.data[self._header.size :].split(sizes), self._dtypes, counts, strict=True)
         self.gradients = [piece.view(dtype)[:count] for piece, dtype, count in known]
 
@@ -286,7 +294,14 @@ class Message:
     def pack(self, step: int) -> None:
         """Takes the gradients of this rank."""
         grads = [p.grad.reshape(-1).contiguous() for p in self.params if p.grad is not None]
-        header = self._header.pack(step, *copy_and_sum(self.gradients, grads))
+        if all(grad.is_cpu for grad in grads):
+            sums = copy_and_sum(self.gradients, grads)
+        else:
+            for piece, grad in zip(self.gradients, grads, strict=True):
+                piece.copy_(grad, non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+            sums = word_sums(self.gradients)
+        header = self._header.pack(step, *sums)
         self.data[: self._header.size] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
 
     def header(self) -> tuple[int, dict[DistributedParameter, int]]:

@@ -31,6 +31,7 @@ from .._engine.engine import Schedule, current_engine
 from .._ranks import context as _context
 from .._ranks.agree import broadcast_json, largest
 from .._ranks.context import Context
+from .._ranks.groups import host_comm
 from .._ranks.messages import broadcast_bytes
 from .._ranks.shm_meeting import place
 from ..errors import CommunicationError
@@ -118,8 +119,9 @@ class Joining(Survival):
         params = all_parameters(ctx, keeper.optimizers())
         rendezvous = Reconnection(ctx)
         try:
-            steps = largest(steps_of(keeper.optimizers()), "steps", ctx.world.comm)
-            offer = broadcast_json(self._offer(ctx, rendezvous) if ctx.world.rank == at else {}, at, _LABEL)
+            steps = largest(steps_of(keeper.optimizers()), "steps", host_comm(ctx))
+            offer = self._offer(ctx, rendezvous) if ctx.world.rank == at else {}
+            offer = broadcast_json(offer, at, _LABEL, host_comm(ctx))
         except CommunicationError:
             if not self._lost:
                 raise
@@ -140,7 +142,8 @@ class Joining(Survival):
                 "place": self._place,
                 "places of ranks": self._num_places,
             }
-            members.drop_newcomer({"do": "go", "store": offer["store"], "seed": ctx.seed, **told})
+            told |= {"seed": ctx.seed, "backend": ctx.backend}
+            members.drop_newcomer({"do": "go", "store": offer["store"], **told})
         self._drop_what_runs(ctx)
         new = rendezvous.connect(ctx, members.rank, offer["store"], hosts, places)
         self._take(new, hosts, before)
@@ -181,7 +184,7 @@ class Joining(Survival):
             state["generators"] = packed_generators(ctx.device)
             torch.save({**state, "groups": groups, "schedules": schedules}, file)
             data = file.getvalue()
-        data = broadcast_bytes(data, 0, ctx.world.comm, _LABEL)
+        data = broadcast_bytes(data, 0, host_comm(ctx), _LABEL)
         if data is None or ctx.world.rank < ctx.world.size - 1:
             return
         state = torch.load(io.BytesIO(data), weights_only=False)  # of this job, to which the secret admits
@@ -213,7 +216,7 @@ class Joining(Survival):
         before = Before(
             {}, range(members.rank), dict(zip(params, told["parts"], strict=True)), False, told["steps"]
         )
-        of_job = dataclasses.replace(ctx, seed=told["seed"])
+        of_job = dataclasses.replace(ctx, seed=told["seed"], backend=told["backend"])
         new = Reconnection(ctx).connect(of_job, members.rank, told["store"], told["hosts"], told["places"])
         self._take(new, told["hosts"], before)
 

@@ -20,6 +20,7 @@ from .._base.unseen import gradient_of
 from .._engine.engine import current_engine
 from .._ranks.agree import largest
 from .._ranks.context import Context
+from .._ranks.groups import host_comm
 from ..optim._sharded import ShardedOptimizer
 from .copies import Held, Message, Ward, all_parameters, is_copied
 from .reshard import Before, own_shards, parts_of, shard_again, steps_of
@@ -101,7 +102,7 @@ class Keeper:
         """Makes copies, from the shards of the ranks that are there. Collective."""
         optimizers = self.optimizers()
         params = all_parameters(ctx, optimizers)
-        steps = largest(steps_of(optimizers), "steps", ctx.world.comm)
+        steps = largest(steps_of(optimizers), "steps", host_comm(ctx))
         held = {ctx.world.rank: own_shards(optimizers, params)}
         self.take(ctx, Before(held, range(ctx.world.size), parts_of(params), False, steps))
 
@@ -109,7 +110,7 @@ class Keeper:
         """Maps the memory of the ward, see [Note: Shared shards]. Collective."""
         known = self.ward
         is_moved = not isinstance(known, SharedWard) or not known.is_in_place()
-        if largest([int(is_moved)], "copies", ctx.world.comm)[0]:
+        if largest([int(is_moved)], "copies", host_comm(ctx))[0]:
             self.leave()
             shared = SharedWard(ctx, self.optimizers(), self.ring)
             if not shared.meet(ctx):
@@ -137,7 +138,7 @@ class Keeper:
         optimizers = self.optimizers()
         shares = may_share(ctx, optimizers)
         if shares:  # a process that joins has not tried
-            self._can_share = shares = not largest([int(not self._can_share)], "copies", ctx.world.comm)[0]
+            self._can_share = shares = not largest([int(not self._can_share)], "copies", host_comm(ctx))[0]
         self.ward = shard_again(ctx, optimizers, before, self.ring, not shares)
         self.damage, self.is_stale = "", False
         if shares:
@@ -145,10 +146,10 @@ class Keeper:
 
     def seal(self, ctx: Context) -> None:
         """Notes that each rank's copy is there. Collective."""
-        ctx.world.comm.barrier("copies")
+        host_comm(ctx).barrier("copies")
         if self.ward is not None:
             self.ward.seal()
-        for block in current_engine(ctx).blocks:
+        for block in current_engine(ctx).blocks if ctx.device.type == "cpu" else ():
             for buffer in block.buffers:
                 buffer.keep_gradient_memory()
         self.is_whole = ctx.world.size > 1
@@ -224,7 +225,7 @@ class Keeper:
         if messages is None or not (messages[1].fits(copied) and messages[2].fits(others)):
             rank = ctx.world.rank
             messages = *self.ward.messages(copied, rank), Message(others, rank)
-        self.ward.exchange(ctx.world.comm, *messages[:2], step, self.ring)
+        self.ward.exchange(host_comm(ctx), *messages[:2], step, self.ring)
         messages[2].pack(step)
         self.messages = self._room = messages
         found = messages[1].header()[0]

@@ -130,7 +130,7 @@ class MemoryFile:
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Returns a 1-D tensor, with a storage of its own: `torch.save` writes whole storages."""
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
     def between(self, begin: int, end: int) -> Tensor:

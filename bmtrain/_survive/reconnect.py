@@ -12,7 +12,7 @@ import torch.distributed as dist
 from .._base.aside import Aside
 from .._ranks import context as _context
 from .._ranks.context import Context
-from .._ranks.groups import connect_groups
+from .._ranks.groups import connect_groups, host_comm
 from .._watch.watchdog import Watch
 from ..errors import CommunicationError
 from ..topology import Topology
@@ -73,14 +73,13 @@ class Reconnection:
             )
             watch.note_saved(saved)
         try:
-            groups = connect_groups(place, "gloo", ctx.timeout, store, watch)
+            groups = connect_groups(place, ctx.backend, ctx.timeout, store, watch, has_host=True)
         except BaseException:
             if watch is not None:
                 watch.stop()
             raise
-        new = dataclasses.replace(
-            ctx, topology=place, watch=watch, backend="gloo", groups=groups, places=tuple(places)
-        )
+        new = dataclasses.replace(ctx, topology=place, watch=watch, groups=groups, places=tuple(places))
         _context.install(new)
-        new.world.comm.barrier("epoch")
+        for comm in {id(c): c for c in (host_comm(new), new.world.comm)}.values():
+            comm.barrier("epoch")
         return new

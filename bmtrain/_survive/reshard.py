@@ -13,6 +13,7 @@ from .._base.unseen import TORCH_DATA, data_of
 from .._C import Communicator
 from .._engine.engine import current_engine
 from .._ranks.context import Context
+from .._ranks.groups import host_comm
 from ..optim._sharded import ShardedOptimizer
 from ..parameter import DistributedParameter
 from .copies import Held, Ward, all_parameters, arrays_of, is_copied, put_state
@@ -64,7 +65,8 @@ def own_shards(
     gradients: dict[DistributedParameter, Tensor] | None = None,
 ) -> Held:
     """Returns what this rank has of its own; the Blocks may get new buffers."""
-    return Held({p: data_of(p).clone() for p in params}, [dict(o.state) for o in optimizers], gradients)
+    values = {p: data_of(p).to("cpu", copy=True) for p in params}
+    return Held(values, [dict(o.state) for o in optimizers], gradients)
 
 
 def parts_of(params: Sequence[DistributedParameter]) -> dict[DistributedParameter, list[tuple[int, int]]]:
@@ -91,7 +93,7 @@ def shard_again(
     Returns:
         The copy; None without it, and on a single rank.
     """
-    comm, size, rank = ctx.world.comm, ctx.world.size, ctx.world.rank
+    comm, size, rank = host_comm(ctx), ctx.world.size, ctx.world.rank
     ward_rank = ring.ward_of(rank)
     params = all_parameters(ctx, optimizers)
 
@@ -141,7 +143,7 @@ def shard_again(
         own = next(iter(before.held.values())).gradients or {}
         gradients = [_Array(p, own[p].dtype, partial(_gradient, p)) for p in params if p in own]
         for (p, *_), whole in zip(gradients, _wholes(comm, before, gradients), strict=True):
-            p.grad = cut(p, whole, rank).clone()
+            p.grad = cut(p, whole, rank).to(p.device, copy=True)
     return ward
 
 
@@ -169,13 +171,16 @@ def _wholes(comm: Communicator, before: Before, arrays: Sequence[_Array]) -> Ite
         buckets[-1].append(array)
         room -= size
     for bucket in buckets:
-        wholes = [torch.empty(array.param._original_shape.numel(), dtype=array.dtype) for array in bucket]
+        wholes = [
+            torch.empty(array.param._original_shape.numel(), dtype=array.dtype, device="cpu")
+            for array in bucket
+        ]
         for former, owner in enumerate(before.owners):
             parts = [
                 whole.narrow(0, *before.part(array.param, former)).view(torch.uint8)
                 for array, whole in zip(bucket, wholes, strict=True)
             ]
-            message = torch.empty(sum(map(len, parts)), dtype=torch.uint8)
+            message = torch.empty(sum(map(len, parts)), dtype=torch.uint8, device="cpu")
             pieces = message.split([len(part) for part in parts])
             if owner == comm.rank:
                 for array, piece in zip(bucket, pieces, strict=True):
@@ -193,6 +198,7 @@ def _rebuild(
 ) -> None:
     """Gives parameters and Blocks the shards of the present ranks."""
     blocks = sorted(current_engine(ctx).blocks, key=lambda state: state.number)
+    devices = {p: data_of(p).device for p in params}
     for p in params:
         p.grad = None
         TORCH_DATA.__set__(p, wholes[p].view(p._original_shape))
@@ -200,10 +206,13 @@ def _rebuild(
     for state in blocks:
         block = None if state.reference is None else state.reference()
         if block is not None:
+            members: Sequence[Any] = [p for buffer in state.buffers for p in buffer.parameters]
+            for member in members:  # of one Block at a time, as the device may have no room for all
+                TORCH_DATA.__set__(member, data_of(member).to(devices[member]))
             block._build()
     for p in params:
         p._is_whole = False
         if p._block is None:
             del p.__dict__["_spec"]
-            TORCH_DATA.__set__(p, p._spec.slice_of(wholes[p]).clone())
+            TORCH_DATA.__set__(p, p._spec.slice_of(wholes[p]).to(devices[p], copy=True))
         p._unversioned_writes += 1

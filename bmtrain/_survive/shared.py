@@ -31,6 +31,7 @@ from .._ops import scale_
 from .._ranks import shm_meeting
 from .._ranks.agree import gather_json, largest
 from .._ranks.context import Context
+from .._ranks.groups import host_comm
 from ..optim._arrays import MASTER
 from ..optim._sharded import ShardedOptimizer
 from ..optim._updates import Journal
@@ -47,6 +48,7 @@ def may_share(ctx: Context, optimizers: Iterable[ShardedOptimizer]) -> bool:
     """Whether ranks can map each other's memory, and optimizers update it within a step; the same on all ranks."""
     return (
         ctx.world.size > 1
+        and ctx.device.type == "cpu"
         and len(set(ctx.places)) == 1
         and ctx.places[0] != ""
         and all(type(optimizer._place) is OnDevice for optimizer in optimizers)
@@ -102,9 +104,9 @@ class SharedWard:
                 file, told["file"] = MemoryFile.new(self._layout.nbytes)
                 told["mark"] = file.make_mark()
         try:
-            found = gather_json(told, _LABEL, ctx.world.comm)[self.rank]
+            found = gather_json(told, _LABEL, host_comm(ctx))[self.rank]
             of_ward = MemoryFile.of_process(found["process"], found["file"], found["mark"])
-            failed = largest([int(file is None or of_ward is None)], _LABEL, ctx.world.comm)[0]
+            failed = largest([int(file is None or of_ward is None)], _LABEL, host_comm(ctx))[0]
         finally:
             if file is not None:
                 os.close(told["file"])
@@ -305,7 +307,7 @@ class SharedWard:
         self._damage = message.damage(message.header()[0])
         for p, gradient in zip(message.params, message.gradients, strict=True):
             for factor in self._updated_with.get(p, ()):
-                scale_([gradient], torch.tensor(factor, dtype=torch.float64))
+                scale_([gradient], torch.tensor(factor, dtype=torch.float64, device="cpu"))
         core = StepJournal(journal, self._ward.num_pieces)
         core.start(self._gate)
         copy.take_gradients(message)

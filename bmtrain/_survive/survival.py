@@ -30,6 +30,7 @@ from .._engine.engine import current_engine
 from .._ranks import context as _context
 from .._ranks.agree import largest
 from .._ranks.context import Context
+from .._ranks.groups import host_comm
 from .._watch.blame import ranks_text
 from ..errors import CommunicationError
 from ..virtual import VirtualShard, VirtualShards
@@ -179,9 +180,13 @@ class Survival:
         return True
 
     def _agree(self, ctx: Context, *own: int) -> list[int]:
-        """Returns the largest of each number over the ranks, or raises the error that one has found. Collective."""
+        """Returns the largest of each number over the ranks, or raises the error that one has found. Collective.
+
+        The device has then done all that it was given: none of it waits for another rank any more.
+        """
+        _finish_device(ctx)
         self._written = max(self._written, self._keeper.written())
-        flags = largest([*own, self._written], "survive", ctx.world.comm)
+        flags = largest([*own, self._written], "survive", host_comm(ctx))
         if flags[-1]:
             raise RuntimeError(
                 f"survive: expected {_WRITTEN[flags[-1]]}: its copies on other ranks would differ"
@@ -200,10 +205,10 @@ class Survival:
 
     def _share_losses(self, ctx: Context) -> None:
         self._all_losses = None
-        own = torch.stack(self._own_losses) if self._own_losses else torch.empty(0)
+        own = torch.stack(self._own_losses).cpu() if self._own_losses else torch.empty(0, device="cpu")
         rows = own.new_empty((ctx.world.size, len(own)))
         if len(own):
-            ctx.world.comm.all_gather(rows.view(-1), own, "losses").wait()
+            host_comm(ctx).all_gather(rows.view(-1), own, "losses").wait()
             self._all_losses = rows
 
     def mean(self, loop: VirtualShards, values: Sequence[Any]) -> Tensor | None:
@@ -212,13 +217,13 @@ class Survival:
         if known is None or len(values) < known.shape[1]:
             return None
         last = [torch.as_tensor(value, dtype=torch.float32).detach().reshape(()) for value in values]
-        own = torch.stack(last[-known.shape[1] :])
-        if not torch.equal(own.view(torch.int32), torch.stack(self._own_losses).view(torch.int32)):
+        own = torch.stack(last[-known.shape[1] :]).cpu()
+        if not torch.equal(own.view(torch.int32), torch.stack(self._own_losses).cpu().view(torch.int32)):
             return None
         tree = TreeSum(loop.count)
         for value in known.t().reshape(-1, 1):
             tree.push(value)
-        return tree.total().squeeze(0).div_(loop.count)
+        return tree.total().squeeze(0).div_(loop.count).to(_context.context().device)
 
     # ---- after the loop
 
@@ -407,8 +412,15 @@ class Survival:
             for block in engine.blocks:
                 block.drop_gathered()
             engine.gradients.drop_stale()
+            _finish_device(ctx)
         finally:
             self._let_be_void(False)
+
+
+def _finish_device(ctx: Context) -> None:
+    """Waits until the device has done all that it was given."""
+    if ctx.device.type == "cuda":
+        torch.cuda.synchronize(ctx.device)
 
 
 def _places_of(reports: dict[int, dict[str, Any]]) -> set[int]:

@@ -10,6 +10,7 @@
 #include <c10/core/Allocator.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -28,6 +29,8 @@ class Work {
   virtual ~Work() = default;
   virtual void wait() = 0;
   [[nodiscard]] virtual bool is_completed() = 0;
+  /// Tells whether an operation that goes on after wait() is over; keeps no communicator alive.
+  [[nodiscard]] virtual std::function<bool()> follow() { return {}; }
 };
 using WorkPtr = std::shared_ptr<Work>;
 

@@ -388,6 +388,19 @@ def test_the_watchdog_lets_python_run_while_it_asks_a_device(fake: ctypes.CDLL) 
     comm.abort("over")
 
 
+def test_an_operation_whose_result_nobody_asks_for_is_watched(fake: ctypes.CDLL) -> None:
+    """So that the exit of another rank is noticed long before the time-out."""
+    comm, watchdog = Ranks(1).comms[0], _C.Watchdog(60.0)
+    fake.fake_stuck(1, 0)
+    guarded = _C.GuardedCommunicator(comm, watchdog, "zero/0", [0], False)
+    guarded.all_reduce(torch.ones(1), _C.ReduceOp.SUM).wait()
+    assert watchdog.overdue() is None
+    assert watchdog.blocked_for(0.0)
+    fake.fake_stuck(0, 0)
+    assert watchdog.overdue() is None
+    assert not watchdog.blocked_for(0.0)
+
+
 def test_calls_that_stay_in_progress_time_out(fake: ctypes.CDLL) -> None:
     ranks = Ranks(2, timeout=0.05)
     fake.fake_stuck(0, 1)

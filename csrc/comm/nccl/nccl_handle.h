@@ -75,7 +75,7 @@ struct NcclLink::Handle {
   void retire() {
     while (!pending.empty() && pending.front()->done->is_complete()) {
       pending.front()->is_over = true;
-      over.push_back(std::move(pending.front()));
+      over.push_back(std::exchange(pending.front()->tensors, {}));
       pending.pop_front();
       if (!pending.empty()) {
         pending.front()->started = NcclClock::now();
@@ -96,7 +96,7 @@ struct NcclLink::Handle {
   nccl::Comm comm = nullptr;
   std::shared_ptr<Handle> part;  // of a split under way: NCCL writes its communicator when it has made it
   std::deque<NcclOperationPtr> pending;
-  std::vector<NcclOperationPtr> over;  // completed, but their tensors are for a caller to drop
+  std::vector<std::vector<at::Tensor>> over;  // of completed operations, for a caller to drop
   // At its end what is being launched; before it launches that failed half-way, whose tensors NCCL may use
   // until it has ended.
   std::vector<NcclOperationPtr> launching;

@@ -92,7 +92,8 @@ NcclLink::~NcclLink() {
   // Dropped here, not by that thread: a tensor that Python knows needs the interpreter's lock, and whoever
   // destroys us may hold it.
   std::deque<NcclOperationPtr> pending;
-  std::vector<NcclOperationPtr> launching, over;
+  std::vector<NcclOperationPtr> launching;
+  std::vector<std::vector<at::Tensor>> over;
   const std::unique_lock lock(handle_->mutex);
   pending.swap(handle_->pending);
   launching.swap(handle_->launching);
@@ -160,7 +161,7 @@ void NcclLink::settle(const std::string& what, nccl::Comm& comm) {
 NcclOperationPtr NcclLink::submit(const char* op, const std::string& label, std::int64_t bytes,
                                   std::vector<at::Tensor> tensors, std::vector<Issue> groups,
                                   std::function<void()> after) {
-  std::vector<NcclOperationPtr> over;  // dropped after the lock is released
+  std::vector<std::vector<at::Tensor>> over;  // dropped after the lock is released
   const std::unique_lock lock(handle_->mutex);
   check_usable(op);
   const auto operation =
@@ -266,7 +267,7 @@ bool NcclLink::is_complete(NcclOperation& operation) {
 }
 
 void NcclLink::forget_completed() {
-  std::vector<NcclOperationPtr> over;  // dropped after the lock is released
+  std::vector<std::vector<at::Tensor>> over;  // dropped after the lock is released
   const std::unique_lock lock(handle_->mutex, kAskLimit);
   if (lock.owns_lock() && !has_ended()) {
     handle_->retire_quietly();

@@ -107,6 +107,7 @@ struct OpaqueComm {
   /// All of them, in any order between peers and in the given one of each peer. False if it was aborted.
   bool exchange(std::vector<Message> sends, std::vector<Message> receives) {
     for (;;) {
+      if (is_aborted) return false;  // nothing more of it: a peer would take it for the operation before
       bool has_moved = false, is_done = true;
       std::vector<bool> busy_to(static_cast<std::size_t>(size)), busy_from(busy_to);
       for (Message& message : sends) {
@@ -120,7 +121,6 @@ struct OpaqueComm {
         if (!message.is_done()) busy_from[peer] = true, is_done = false;
       }
       if (is_done) return true;
-      if (is_aborted) return false;
       if (!has_moved) std::this_thread::sleep_for(std::chrono::microseconds(20));
     }
   }
