@@ -23,13 +23,13 @@ PYTHON = {
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5644),
     "files": ("_files dcp distributed store weights", 4664),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10106),
-    "survive": ("_survive survive", 2717),
+    "survive": ("_survive survive", 2767),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_938),
 }
 CORE = {
     "bindings": (". bindings ops", 1505),
     "common": ("common", 943),
-    "comm": ("comm", 6755),
+    "comm": ("comm", 6759),
     "shard": ("shard", 2760),
     "disk": ("disk", 844),
     "optim": ("optim", 2133),

@@ -25,8 +25,9 @@ and multiplies by them in `Ward.step`, until `Keeper.settle`. The next message i
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -76,9 +77,9 @@ def _members(optimizer: ShardedOptimizer) -> Iterator[DistributedParameter]:
 def arrays_of(
     optimizers: Sequence[ShardedOptimizer],
 ) -> Iterator[tuple[int, DistributedParameter, tuple[str, ...]]]:
-    """Yields the number of each optimizer, its parameters, and the arrays of their state, by names all ranks know.
+    """Yields the number of each optimizer, its parameters, and the arrays of their state, the same on all ranks.
 
-    Some ranks may have another copy of fp32 parameters: it has their values.
+    Masters of fp32 parameters are left out: they are equal to the parameter, and made again.
     """
     for number, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
@@ -174,11 +175,28 @@ class Ward:
         sent.wait()
         received.wait()
 
-    def take_options(self, number: int, optimizer: ShardedOptimizer) -> None:
-        """Gives the optimizer of the copy with this number the options of ``optimizer``."""
+    def is_in_place(self) -> bool:
+        """Returns False: a copy is made again."""
+        return False
+
+    def leave(self) -> None:
+        """Does nothing: the ward does not know of its copy."""
+
+    def place(self) -> int:
+        """Returns 0: of gates that the ward has passed, its copy knows none."""
+        return 0
+
+    def pass_gate(self, place: int, is_left_out: bool) -> None:
+        """Does nothing: the update itself changes the copy."""
+
+    def note_update(self, number: int, optimizer: ShardedOptimizer, scale: float) -> Callable[[], str]:
+        """Returns `step` by the optimizer with this number, with the present options of ``optimizer``."""
         for group, own in zip(self.optimizers[number].param_groups, optimizer.param_groups, strict=True):
             options = {name: value for name, value in own.items() if name != "params"}
-            group.update(deepcopy(options))  # a learning rate may be a tensor
+            group.update(
+                deepcopy(options)
+            )  # a learning rate may be a tensor, and a scheduler may change it meanwhile
+        return partial(self.step, number, scale)
 
     def scale_gradients(self, params: Iterable[Any], factor: float) -> None:
         """Notes what the gradients of these parameters are multiplied by before the update."""

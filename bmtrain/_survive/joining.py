@@ -94,7 +94,7 @@ class Joining(Survival):
         while self._step < stop:
             yield self._step
             self._step += 1
-            if self._admits_at:
+            if self._admits_at and self._place % 2 == 0:  # not before a step that is left out
                 self._admit()
 
     # ---- a rank of the job

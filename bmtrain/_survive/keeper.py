@@ -8,7 +8,7 @@ A copy is updated in a thread, beside the next forward and backward; nothing els
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -22,6 +22,7 @@ from .._ranks.agree import largest
 from .._ranks.context import Context
 from .._ranks.groups import host_comm
 from ..optim._sharded import ShardedOptimizer
+from ..optim.places import OnDevice
 from .copies import Held, Message, Ward, all_parameters, is_copied
 from .reshard import Before, own_shards, parts_of, shard_again, steps_of
 from .ring import Ring
@@ -70,7 +71,7 @@ class Keeper:
 
     def _forget(self, _: Any) -> None:
         self.is_whole = False
-        if isinstance(self.ward, SharedWard):
+        if self.ward is not None:
             self.ward.leave()
 
     def manager(self) -> Any:
@@ -91,6 +92,8 @@ class Keeper:
             raise RuntimeError(
                 "survive: expected an OptimManager with optimizers before the first loop over virtual shards"
             )
+        if ctx.device.type == "cuda":
+            _check_bits(ctx, optimizers)
         if self._can_share and may_share(ctx, optimizers):
             self.settle()
             self._share(ctx)
@@ -108,8 +111,7 @@ class Keeper:
 
     def _share(self, ctx: Context) -> None:
         """Maps the memory of the ward, see [Note: Shared shards]. Collective."""
-        known = self.ward
-        is_moved = not isinstance(known, SharedWard) or not known.is_in_place()
+        is_moved = self.ward is None or not self.ward.is_in_place()
         if largest([int(is_moved)], "copies", host_comm(ctx))[0]:
             self.leave()
             shared = SharedWard(ctx, self.optimizers(), self.ring)
@@ -125,8 +127,8 @@ class Keeper:
         self.damage, self.is_stale = "", False
 
     def leave(self) -> None:
-        """Ends the use of shared memory."""
-        if isinstance(self.ward, SharedWard):
+        """Ends the use of the copy, or of shared memory."""
+        if self.ward is not None:
             self.ward.leave()
             self.ward = None
 
@@ -257,33 +259,30 @@ class Keeper:
 
     def ward_place(self) -> tuple[int, int]:
         """Returns the rank of the ward, and the number of the last gate that it is known to have passed."""
-        return (self.ward.rank, self.ward.place()) if isinstance(self.ward, SharedWard) else (-1, 0)
+        return (-1, 0) if self.ward is None else (self.ward.rank, self.ward.place())
 
     # ---- the step
 
-    def pass_gate(self, place: int) -> None:
-        """Notes that no rank needs another one for the rest of the step."""
+    def pass_gate(self, place: int, is_left_out: bool) -> None:
+        """Notes that no rank needs another one for the rest of the step, which may be left out."""
         self.messages = None  # of a step that is over
-        if isinstance(self.ward, SharedWard):
-            self.ward.pass_gate(place)
+        if self.ward is not None:
+            self.ward.pass_gate(place, is_left_out)
 
     def step(self, optimizer: Any, scale: float) -> None:
         """Starts the update of the copy as ``optimizer`` has just updated its parameters."""
         found, ward = self.optimizers(), self.ward
         number = next(number for number, known in enumerate(found) if known is optimizer)
         is_last = number == len(found) - 1
-        if isinstance(ward, SharedWard):
-            ward.note_update(number, optimizer, scale)
-        elif ward is not None:
-            ward.take_options(number, optimizer)  # now: a scheduler may change them while the thread runs
-            self._updates.append(self._thread.submit(self._update, ward, number, scale, is_last))
+        if ward is not None and (update := ward.note_update(number, optimizer, scale)) is not None:
+            self._updates.append(self._thread.submit(self._update, ward, update, is_last))
         if is_last:
             self.note_versions()
 
-    def _update(self, ward: Ward, number: int, scale: float, is_last: bool) -> None:
+    def _update(self, ward: Ward | SharedWard, update: Callable[[], str], is_last: bool) -> None:
         """Updates the copy by one optimizer; in the thread."""
         if not self.damage:
-            self.note_damage(ward.step(number, scale))
+            self.note_damage(update())
         if is_last:
             self.note_damage(ward.damage())  # of what no optimizer has updated
 
@@ -308,6 +307,18 @@ def check_reads(ctx: Context, optimizers: Sequence[ShardedOptimizer]) -> None:
             raise ValueError(
                 f"survive: expected all parameters outside Blocks in an optimizer of the manager, frozen ones "
                 f"too, got {p._label} in none: give the optimizer model.parameters()"
+            )
+
+
+def _check_bits(ctx: Context, optimizers: Iterable[ShardedOptimizer]) -> None:
+    """Refuses updates on a GPU that do not have the bits of the CPU's kernels, which update copies."""
+    for optimizer in optimizers:
+        in_fp32 = any(p.dtype is torch.float32 for group in optimizer.param_groups for p in group["params"])
+        if type(optimizer._place) is OnDevice and (in_fp32 or not optimizer._formula.has_kernel(ctx.device)):
+            raise ValueError(
+                "survive: expected 16-bit parameters, or AdamOffloadOptimizer, whose state stays on the GPU where "
+                f"there is room, got fp32 parameters in {type(optimizer).__name__}: on GPUs torch's order of "
+                "operations gives it bits that copies in host memory do not have"
             )
 
 

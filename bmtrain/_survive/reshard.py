@@ -64,9 +64,16 @@ def own_shards(
     params: Sequence[DistributedParameter],
     gradients: dict[DistributedParameter, Tensor] | None = None,
 ) -> Held:
-    """Returns what this rank has of its own; the Blocks may get new buffers."""
+    """Returns what this rank has of its own, in host memory; the Blocks may get new buffers."""
     values = {p: data_of(p).to("cpu", copy=True) for p in params}
-    return Held(values, [dict(o.state) for o in optimizers], gradients)
+    states = [
+        {
+            p: {name: x.cpu() if isinstance(x, Tensor) else x for name, x in entry.items()}
+            for p, entry in o.state.items()
+        }
+        for o in optimizers
+    ]
+    return Held(values, states, gradients)
 
 
 def parts_of(params: Sequence[DistributedParameter]) -> dict[DistributedParameter, list[tuple[int, int]]]:

@@ -222,8 +222,10 @@ class SharedWard:
         for p in params:
             self._factors.setdefault(p, []).append(factor)
 
-    def pass_gate(self, place: int) -> None:
+    def pass_gate(self, place: int, is_left_out: bool) -> None:
         """Notes that this rank will update its shards, and from what its ward updates its own."""
+        if is_left_out:
+            self._message = None
         self._gate, self._updates = place, []
         self._updated_from, self._updated_with = self._message, self._factors
         params = () if self._message is None else self._message.params
@@ -231,7 +233,7 @@ class SharedWard:
         self._core.start(place)
         for optimizer in self._optimizers:
             if optimizer._journal is not None:
-                optimizer._journal = optimizer._journal._replace(is_open=True)
+                optimizer._journal = optimizer._journal._replace(is_open=not is_left_out)
 
     def note_update(self, number: int, optimizer: ShardedOptimizer, scale: float) -> None:
         """Notes an update of this rank by the optimizer with this number."""

@@ -115,7 +115,12 @@ class Survival:
     def shards(self, loop: VirtualShards) -> Iterator[VirtualShard]:
         """Yields the shards of a step, again from the first one if a rank is lost."""
         if self._place % 2:
-            raise RuntimeError("survive: expected OptimManager.step() after each loop over virtual shards")
+            if not self._keeper.are_gradients_changed():
+                raise RuntimeError(
+                    "survive: expected OptimManager.step() after each loop over virtual shards, or zero_grad(), which "
+                    "leaves the step out, on all ranks"
+                )
+            self._pass_gate(is_left_out=True)
         if self._lost:
             self._recover()
         self._written = 2 * self._keeper.is_state_changed()
@@ -232,6 +237,7 @@ class Survival:
         while True:
             try:
                 norm = clip()
+                _context.require_intact("clip_grad_norm")
             except CommunicationError:
                 if not self._lost:
                     raise
@@ -254,10 +260,16 @@ class Survival:
                 "survive: expected gradients to be changed by OptimManager.clip_grad_norm() only, got others than the "
                 "loop has made: their copies on other ranks would differ"
             )
+        self._pass_gate(is_left_out=False)
+
+    def _pass_gate(self, is_left_out: bool) -> None:
         place = self._place
         while self._place == place:
             try:
-                self._agree(_context.context())
+                if all(self._agree(_context.context(), is_left_out, not is_left_out)[:2]):
+                    raise RuntimeError(
+                        "survive: expected all ranks to leave a step out, or none, got some of them"
+                    )
             except CommunicationError:
                 if not self._lost:
                     raise
@@ -265,7 +277,7 @@ class Survival:
             else:
                 self._place += 1
         self._clips.clear()  # a process that joins has none
-        self._keeper.pass_gate(self._place)
+        self._keeper.pass_gate(self._place, is_left_out)
 
     def step_copy(self, optimizer: Any, scale: float) -> None:
         """Starts the update of the copy as ``optimizer`` has just updated its parameters."""

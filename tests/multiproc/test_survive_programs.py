@@ -41,7 +41,8 @@ def train(program: str, loses: bool) -> Any:
     if program == "memory that a rank cannot map" and bmt.rank() == 1:
         MemoryFile.of_process = classmethod(lambda *_: None)  # type: ignore[assignment, method-assign]
     params = list(model.parameters())
-    optimizers: list[Any] = [bmt.optim.AdamOptimizer(params, lr=0.01, weight_decay=0.01)]
+    kind = bmt.optim.AdamOffloadOptimizer if torch.cuda.is_available() else bmt.optim.AdamOptimizer
+    optimizers: list[Any] = [kind(params, lr=0.01, weight_decay=0.01)]
     views = [p.data for p in params]
     if program == "two optimizers":
         kinds = bmt.optim.AdamOptimizer, bmt.optim.LionOptimizer
@@ -88,8 +89,11 @@ def train(program: str, loses: bool) -> Any:
             params[0].data.mul_(0.9)
         if loses and LOST.get(step) == bmt.rank() and "update" in program:
             update_others_and_die(optimizers[0])
-        manager.step()
-        schedule.step()
+        if program == "steps left out" and step in (1, 2, 4):
+            manager.zero_grad()
+        elif program != "step left out on one rank" or bmt.rank() or step != 1:
+            manager.step()
+            schedule.step()
         losses.append(shards.mean(own).item())
         opened.append(len(os.listdir("/proc/self/fd")))
         if bmt.world_size() > 1:
@@ -114,6 +118,7 @@ def outcomes_of(program: str) -> list[Any]:
         "assigned",
         "frozen in turn",
         "frozen in turn, dies in an update",
+        "steps left out",
         "steps outside",
         "memory that a rank cannot map",
     ],
@@ -146,6 +151,10 @@ def test_views_that_a_script_holds_stay_views() -> None:
         (
             "data in a step",
             "expected parameters to be changed before a loop over virtual shards or after Optim",
+        ),
+        (
+            "step left out on one rank",
+            "expected all ranks to leave a step out, or none, got some of them",
         ),
         ("accumulate", "no_sync: virtual shards are summed one by one"),
     ],

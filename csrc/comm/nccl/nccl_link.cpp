@@ -98,6 +98,10 @@ NcclLink::~NcclLink() {
   pending.swap(handle_->pending);
   launching.swap(handle_->launching);
   over.swap(handle_->over);
+  launching.insert(launching.end(), pending.begin(), pending.end());
+  for (const NcclOperationPtr& operation : launching) {  // whoever follows one holds it
+    over.push_back(std::exchange(operation->tensors, {}));
+  }
 }
 
 std::string NcclLink::describe(const char* op) const {
