@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from .._engine.selective import KeptResults, is_expensive
 from ..block_layer import Block
@@ -223,7 +223,7 @@ def _unsharded(module: torch.nn.Module) -> Iterator[None]:
 class _Record:
     """Work and saved tensors of one block's forward, all samples together."""
 
-    call: tuple[Any, Any] = (), {}  # arguments
+    call: tuple[Any, Any] = (), {}  # arguments, without their graph: its hooks refer to this object
     input_bytes: int = 0
     gradient_bytes: int = 0
     attention_bytes: tuple[int, int] = 0, 0
@@ -334,7 +334,7 @@ class _Watch:
             kind = type(getattr(block, "_module", block)), *sizes
             if kind not in peaks:
                 peaks[kind] = gradient_peak(block, *record.call)
-            record.gradient_bytes = peaks[kind]
+            record.gradient_bytes, record.call = peaks[kind], ((), {})
 
     def outside_flops(self) -> float:
         """Work outside blocks."""
@@ -364,7 +364,7 @@ class _Watch:
         self._begin = self._counter.get_total_flops()
         self._expensive.record = record
         self._expensive.__enter__()
-        record.call = args, kwargs
+        record.call = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
         record.input_bytes = sum(
             leaf.nbytes
             for leaf in tree_leaves((args, kwargs))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import json
 import math
 import re
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +61,22 @@ def test_a_module_and_its_numbers_are_described_alike() -> None:
     assert_alike(described, SMALL)
     assert described.blocks[0].input_bytes == SMALL.blocks[0].input_bytes
     assert all(param.is_meta for param in model.parameters())
+
+
+@pytest.mark.parametrize("failing", [None, 1])
+def test_a_described_module_is_freed(failing: int | None) -> None:
+    def fail(*args: Any) -> None:
+        raise ArithmeticError
+
+    model = GPT(3, 16, 4, 100, 16)
+    if failing is not None:
+        model.layers[failing].register_forward_hook(fail)
+    with contextlib.suppress(ArithmeticError):
+        describe_module(model, torch.zeros(1, 17, dtype=torch.long))
+    left = weakref.ref(model.layers[0])
+    del model
+    gc.collect()
+    assert left() is None
 
 
 def assert_alike(described: ModelDescription, by_numbers: ModelDescription) -> None:
