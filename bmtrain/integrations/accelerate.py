@@ -66,7 +66,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().prepare_model(BMTrainModelWrapper(model), device_placement=False, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        adopt_optimizer(optimizer)
+        if not isinstance(optimizer, _WithWholeState):
+            adopt_optimizer(optimizer)
         prepared = super().prepare_optimizer(optimizer, device_placement)
         prepared.__class__ = _WithWholeState
         return prepared

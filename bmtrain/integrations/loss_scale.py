@@ -29,9 +29,8 @@ class SharedScaler:
             "growth_interval": scaler.get_growth_interval(),
             "_growth_tracker": 0,
         }
-        self._overflows: dict[
-            int, bool
-        ] = {}  # id of an optimizer whose gradients are unscaled -> whether it is to skip
+        # id of an optimizer whose gradients are unscaled -> whether it is to skip
+        self._overflows: dict[int, bool] = {}
 
     def is_enabled(self) -> bool:
         return True

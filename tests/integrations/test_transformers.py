@@ -244,7 +244,7 @@ def states_of_accelerate(folder: str, is_ours: bool, first: int) -> list[float]:
         if is_ours
         else torch.optim.AdamW(parameters, lr=0.01)
     )
-    model, optimizer = accelerator.prepare(model, adam)
+    model, optimizer = accelerator.prepare(*accelerator.prepare(model, adam))  # as trainers that train twice
     found = losses(model, optimizer, accelerator.backward, first)
     if first:
         accelerator.save_state(folder)
