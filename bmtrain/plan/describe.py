@@ -119,11 +119,8 @@ def _blocks_of(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _fake(value: Any) -> Any:
-    return (
-        torch.zeros(value.shape, dtype=value.dtype, device="cpu")
-        if isinstance(value, torch.Tensor)
-        else value
-    )
+    is_tensor = isinstance(value, torch.Tensor)
+    return torch.zeros(value.shape, dtype=value.dtype, device="cpu") if is_tensor else value
 
 
 def _shape(param: torch.Tensor) -> torch.Size:
@@ -223,7 +220,7 @@ def _unsharded(module: torch.nn.Module) -> Iterator[None]:
 class _Record:
     """Work and saved tensors of one block's forward, all samples together."""
 
-    call: tuple[Any, Any] = (), {}  # arguments, without their graph: its hooks refer to this object
+    call: tuple[Any, Any] | None = None  # arguments, without their graph: its hooks refer to this object
     input_bytes: int = 0
     gradient_bytes: int = 0
     attention_bytes: tuple[int, int] = 0, 0
@@ -326,15 +323,14 @@ class _Watch:
         peaks: dict[Any, int] = {}
         for block in self.blocks:
             record = self.records[id(block)]
-            sizes = [
-                (x.shape, x.dtype)
-                for x in tree_leaves((record.call, list(block.parameters())))
-                if hasattr(x, "shape")
-            ]
-            kind = type(getattr(block, "_module", block)), *sizes
+            call, record.call = record.call, None
+            if call is None:
+                continue
+            tensors = [x for x in tree_leaves((call, list(block.parameters()))) if hasattr(x, "shape")]
+            kind = type(getattr(block, "_module", block)), *((x.shape, x.dtype) for x in tensors)
             if kind not in peaks:
-                peaks[kind] = gradient_peak(block, *record.call)
-            record.gradient_bytes, record.call = peaks[kind], ((), {})
+                peaks[kind] = gradient_peak(block, *call)
+            record.gradient_bytes = peaks[kind]
 
     def outside_flops(self) -> float:
         """Work outside blocks."""

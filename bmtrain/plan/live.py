@@ -48,9 +48,10 @@ def gradient_peak(block: torch.nn.Module, args: Any, kwargs: Any) -> int:
         args, kwargs: of its forward.
     """
     with torch.enable_grad(), _Live() as live:
-        args, kwargs = tree_map(_leaf, (args, kwargs))
+        leaves = tree_map(_leaf, (args, kwargs))
+        args, kwargs = tree_map(_given, leaves)
         results = [tensor for tensor in _tensors(block(*args, **kwargs)) if tensor.requires_grad]
-        inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
+        inputs = [tensor for tensor in _tensors(leaves) if tensor.requires_grad]
         inputs = inputs or [param for param in block.parameters() if param.requires_grad]
         gradients = list(map(torch.empty_like, results))
         begin = live.peak = live.count()
@@ -65,3 +66,8 @@ def _leaf(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return torch.empty_like(value, requires_grad=value.is_floating_point())
+
+
+def _given(value: Any) -> Any:
+    """What a block may change in place, as it may not a leaf."""
+    return value.clone() if isinstance(value, Tensor) else value

@@ -827,6 +827,66 @@ def test_gradients_take_the_places_of_saved_tensors(block: nn.Module, widths: in
     assert described.blocks[0].gradient_bytes == 5 * widths * 4
 
 
+@pytest.mark.parametrize("forward", [lambda x: x.relu_(), lambda x: x.add_(1)])
+def test_a_block_may_change_its_input_in_place(forward: Any) -> None:
+    class InPlace(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(forward(x))
+
+    class Copied(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(forward(x.clone()))
+
+    one, other = (
+        describe_module(nn.Sequential(nn.Linear(8, 8), block), torch.zeros(2, 5, 8), blocks=[block])
+        for block in (InPlace(8, 8), Copied(8, 8))
+    )
+    assert one.blocks[0].gradient_bytes == other.blocks[0].gradient_bytes
+    assert one.blocks[0].flops == other.blocks[0].flops
+
+
+def test_a_block_that_is_not_called_has_no_work() -> None:
+    layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 4)])
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.layers[0](x)
+
+    called, left = describe_module(Model(), torch.zeros(2, 5, 8)).blocks
+    assert (called.flops > 0, left.flops, left.gradient_bytes, left.num_parameters) == (True, 0, 0, 36)
+
+
+def test_arguments_of_blocks_do_not_keep_the_graph() -> None:
+    nodes, kept = [], []
+
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            nodes.append(weakref.ref(ctx))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad
+
+    class Last(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept.append(nodes[0]() is not None)
+            return super().forward(x)
+
+    class Model(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self[1](Same.apply(self[0](x))).detach()
+
+    model = Model(nn.Linear(8, 8), Last(8, 8))
+    describe_module(model, torch.zeros(2, 5, 8), blocks=[model[1]])
+    assert kept == [True, False]
+
+
 def test_a_block_of_an_embedding_has_its_gradient_beside_the_buffer() -> None:
     layers = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8))
     described = describe_module(layers, torch.zeros(1, 2, dtype=torch.long), blocks=list(layers))
