@@ -85,7 +85,7 @@ class PipeArgument:
 
 def _warn_if_unused(pipe: Group, name: str, value: torch.Tensor, shared: torch.Tensor) -> None:
     """Warns on the first rank if one has other values, which are not used. Collective over the pipe group."""
-    differs = (value.detach() != shared).any().float().reshape(1)
+    differs = (~torch.isclose(value.detach(), shared, 0, 0, equal_nan=True)).any().float().reshape(1)
     pipe.comm.all_reduce(differs, ReduceOp.MAX, "pipe.argument").wait()
     if pipe.rank == 0 and differs.item():
         entry = name[5:-1] if name.startswith("args[") else repr(name)

@@ -47,11 +47,11 @@ template <typename Call>
 auto with_operands(const std::string& formula, const py::sequence& lists, const Integers& sizes,
                    const Dicts& groups, const Call& call) {
   const bool is_adam = formula == "adam";
-  const std::size_t num_lists = is_adam ? 5 : 4;
+  const std::size_t num_lists = is_adam ? 5 : 4, expected = num_lists + (formula == "lion" ? 0 : 1);
   BMT_CHECK(ValueError, is_adam || formula == "sgd" || formula == "lion",
             "formula: expected adam, sgd or lion, got ", formula);
-  BMT_CHECK(ValueError, lists.size() == num_lists + (formula == "lion" ? 0 : 1),
-            "lists: expected the operands of ", formula, ", got ", lists.size());
+  BMT_CHECK(ValueError, lists.size() == expected, "lists: expected ", expected, " for ", formula, ", got ",
+            lists.size());
   std::vector<Tensors> tensors;
   for (std::size_t i = 0; i < num_lists; ++i) tensors.push_back(lists[i].cast<Tensors>());
   const Integers numbers = lists.size() > num_lists ? lists[num_lists].cast<Integers>() : Integers();

@@ -2,9 +2,9 @@
 //
 // [Note: Threads of the disk tier]
 // A queue belongs to the one thread that calls it: calls are made one at a time, and a buffer is used by its
-// owner or by its transfer, never by both. Transfers are carried out by the kernel (io_uring) or by the
-// queue's own threads, which share nothing with the caller but a list under a mutex. Checksums are computed
-// in calls, by the kernel pool. A forked child has neither threads nor ring: its calls raise StateError.
+// owner or by its transfer, never by both. Transfers are carried out by the kernel (io_uring) or by a thread
+// pool of torch's, one for each queue; a task shares nothing with the caller but the future of its result.
+// Checksums are computed in calls, by the kernel pool. A forked child's calls raise StateError.
 #pragma once
 
 #include <sys/types.h>

@@ -7,11 +7,8 @@
 #include <cerrno>
 
 namespace bmtrain {
-namespace {
 
 constexpr int kMaxThreads = 16;
-
-}  // namespace
 
 ThreadQueue::ThreadQueue(int num_buffers, std::int64_t buffer_bytes)
     : DiskQueue(num_buffers, buffer_bytes),
@@ -40,6 +37,9 @@ void ThreadQueue::submit(int buffer) {
   threads_->run([task] { (*task)(); });
 }
 
-std::int64_t ThreadQueue::complete(int buffer) { return results_[static_cast<std::size_t>(buffer)].get(); }
+std::int64_t ThreadQueue::complete(int buffer) {
+  std::future<std::int64_t>& result = results_[static_cast<std::size_t>(buffer)];
+  return result.valid() ? result.get() : -EIO;  // none if `submit` threw
+}
 
 }  // namespace bmtrain

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import re
 import warnings
 import weakref
@@ -575,6 +576,23 @@ def masks(given: str, is_equal: bool, batch_related: list[int | str]) -> tuple[b
         full = block.linear.weight.gather(), block.linear.bias.gather()
         expected = expected + torch.tanh(torch.nn.functional.linear(expected, *full)) * mask[..., None]
     return torch.allclose(out, expected, atol=1e-6), [str(warning.message) for warning in caught]
+
+
+def shared_values(values: list[float]) -> int:
+    """Number of warnings of an argument that is equal on all ranks."""
+    deprecate._seen.clear()
+    _compared.clear()
+    layers = bmt.PipelineTransformerBlockList([bmt.Block(Masked(), mode="PIPE") for _ in range(2)])
+    bmt.init_parameters(layers)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        layers(torch.zeros(4, 3, DIM), lengths=torch.tensor(values))
+    return len(caught)
+
+
+@pytest.mark.parametrize("values", [[math.nan, 1.0, 2.0, 3.0], [math.inf, -math.inf, 0.0, -0.0]])
+def test_values_that_all_ranks_have_are_no_mistake(values):
+    assert run_ranks(2, shared_values, values, init={"pipe_size": 2}) == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,12 @@ def test_factors_for_other_tensors_raise(factors):
         Lists("lion", torch.float32).step(StepCheck(factors))
 
 
+@pytest.mark.parametrize(("formula", "number"), [("adam", 6), ("sgd", 5), ("lion", 4)])
+def test_a_wrong_number_of_lists_raises(formula, number):
+    with pytest.raises(ValueError, match=f"lists: expected {number} for {formula}, got 3"):
+        step_on_host(formula, [[], [], []], [], [])
+
+
 @pytest.mark.parametrize("size", [0, 3, 100_001])
 def test_a_copy_and_its_sum(size):
     tensor = torch.randn(size).to(torch.bfloat16)
