@@ -69,5 +69,5 @@ def _leaf(value: Any) -> Any:
 
 
 def _given(value: Any) -> Any:
-    """What a block may change in place, as it may not a leaf."""
+    """Returns a tensor that a block may change in place, which it may not do to a leaf."""
     return value.clone() if isinstance(value, Tensor) else value
