@@ -192,10 +192,8 @@ class Ward:
     def note_update(self, number: int, optimizer: ShardedOptimizer, scale: float) -> Callable[[], str]:
         """Returns `step` by the optimizer with this number, with the present options of ``optimizer``."""
         for group, own in zip(self.optimizers[number].param_groups, optimizer.param_groups, strict=True):
-            options = {name: value for name, value in own.items() if name != "params"}
-            group.update(
-                deepcopy(options)
-            )  # a learning rate may be a tensor, and a scheduler may change it meanwhile
+            # A scheduler may change them before the update; a learning rate may be a tensor.
+            group.update(deepcopy({name: value for name, value in own.items() if name != "params"}))
         return partial(self.step, number, scale)
 
     def scale_gradients(self, params: Iterable[Any], factor: float) -> None:

@@ -317,8 +317,8 @@ def _check_bits(ctx: Context, optimizers: Iterable[ShardedOptimizer]) -> None:
         if type(optimizer._place) is OnDevice and (in_fp32 or not optimizer._formula.has_kernel(ctx.device)):
             raise ValueError(
                 "survive: expected 16-bit parameters, or AdamOffloadOptimizer, whose state stays on the GPU where "
-                f"there is room, got fp32 parameters in {type(optimizer).__name__}: on GPUs torch's order of "
-                "operations gives it bits that copies in host memory do not have"
+                f"there is room, got {type(optimizer).__name__}, which takes torch's order of operations here: "
+                "copies in host memory would have other bits"
             )
 
 
