@@ -39,6 +39,8 @@ from bmtrain.plan.network import Network, Wire
 from bmtrain.plan.policy import DISK
 from bmtrain.plan.published import FITTED, PUBLISHED, compare
 from bmtrain.plan.report import format_plan
+from bmtrain.plan.scale import CURVES
+from bmtrain.plan.scale import _table as table_of_scales
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = gpt2(6, 256, 4, vocab_size=1000, seq_len=128, dtype=torch.float32, tied=False)
@@ -961,6 +963,25 @@ def test_sizes_in_the_readme() -> None:
         f"{math.ceil(with_drive.disk.stored / GIB)}",
     )
     assert sizes == sizes_now
+
+
+SCALE = {
+    page: re.findall(r"^\| [\d.]+[BT]\b.*$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+    for page in ("docs/explanation/scale.md", "docs/zh/explanation/scale.md")
+}
+
+
+@pytest.mark.parametrize("row", SCALE["docs/explanation/scale.md"])
+def test_the_page_of_simulated_scales_has_this_plan(row: str) -> None:
+    label, devices, batch, *_ = (cell.strip() for cell in row.strip("|").split("|"))
+    (curve,) = (curve for curve in CURVES if curve.label == label)
+    machine = MACHINES["h100-80gb"].with_devices(int(devices.replace(",", "")))
+    policy = dataclasses.replace(curve.policy, micro_batch=int(batch))
+    ring, direct = (
+        estimate(curve.model, machine, dataclasses.replace(policy, reduce=way)) for way in ("ring", "direct")
+    )
+    assert table_of_scales({label: [(ring, direct)]})[-1] == row
+    assert all(row in rows for rows in SCALE.values())
 
 
 def test_a_drive_is_measured_by_reads_and_writes_of_equal_size(tmp_path: Path) -> None:
