@@ -429,6 +429,51 @@ def test_pages_show_what_commands_print(name: str) -> None:
     assert OUTPUTS.differing(name) == [], f"run python docs/outputs.py {name}"
 
 
+#: Of torch, NumPy, NCCL and the system, on the page of troubles.
+FOREIGN = (
+    "Failed to initialize NumPy",
+    "CUDA out of memory",
+    "can't optimize a non-leaf Tensor",
+    "p is model.layer.weight",
+    "Default process group has not been initialized",
+    "Trying to backward through the graph a second time",
+    "setStorage: ",
+    "torch.func.{grad, vjp, jacrev, hessian} don't yet support",
+    "a leaf Variable that requires grad is being used",
+    "The differentiated Tensor ",
+    "Could not get qualified name for class",
+    "module is not installed as a submodule",
+    "mat2 must be a matrix",
+    "'weight' must be 2-D",
+    "too many indices for tensor",
+    "Expected weight to be of same shape as normalized_shape",
+    "The size of tensor a ",
+    "Segmentation fault",
+    "failed to extend /dev/shm/nccl-",
+    "Error while creating shared memory segment",
+    "no socket interface found",
+    "Connection refused",
+    "ibv_reg_mr failed",
+    "Cannot allocate memory",
+    "NET/IB: Got completion ",
+)
+
+
+def test_messages_on_the_page_of_troubles_are_printed() -> None:
+    """What stands in a message between dots, numbers and names is a text of the library, of its core or of setup.py."""
+    sources = [ROOT / "setup.py", *(ROOT / "bmtrain").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp")]
+    texts = re.sub(r'"\s*(?:\+\s*)?f?"', "", "\n".join(path.read_text(encoding="utf-8") for path in sources))
+    rows = re.findall(
+        r"^\| (.*?) \| ", (ROOT / "docs/howto/trouble.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    quoted = [quote for row in rows for quote in re.findall("`([^`]+)`", row) if " " in quote]
+    own = [quote for quote in quoted if not quote.startswith(FOREIGN)]
+    parts = [part.strip(" ,:") for quote in own for part in re.split(r"\.\.\.|\d|: |\(|[A-Z]\w+\.\w+", quote)]
+    assert len(own) > 20
+    assert [part for part in parts if len(part) > 12 and part not in texts] == []
+    assert [start for start in FOREIGN if not any(quote.startswith(start) for quote in quoted)] == []
+
+
 def test_pages_name_commands_that_exist() -> None:
     """`python -m bmtrain TOOL` in any page is a tool of this version."""
     named = set()
