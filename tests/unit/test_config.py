@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from harness import run_ranks
@@ -20,6 +23,12 @@ LIBRARY_KEYS = {
     *("zero_level", "finish_save", "save_thread", "sp_size", "sp_rank", "sp_comm", "dp_size", "dp_rank"),
 }
 SETTINGS = {"save_param_to_cpu": True, "loss_scale_factor": 2.0, "loss_scale_steps": 1024}
+
+
+def test_the_reference_has_every_key() -> None:
+    page = (Path(__file__).parents[2] / "docs/reference/environment.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?) \| ", page.partition("## `bmtrain.config`")[2], re.MULTILINE)
+    assert {key for row in rows for key in re.findall(r"`(\w+)`", row)} - {"True"} == LIBRARY_KEYS
 
 
 def test_bc_2_rank_and_world_size_before_init(capsys: pytest.CaptureFixture[str]) -> None:
