@@ -53,7 +53,7 @@ class MemoryReport:
         peak_buffers: the most that ``gathered`` and ``unreduced`` were together since peaks were reset, except for what
             lies in buffers that are used in place.
         in_place: buffers that the ranks of one host use in place for large Blocks: this rank's, and its share of the
-            common ones. They are never freed, and ``gathered`` and ``unreduced`` lie in them.
+            common ones. ``gathered`` and ``unreduced`` lie in them. After 4,096 uses of others one is freed.
         process: of the process on CPU ranks (resident), of torch's allocator on GPUs (allocated).
         peak_process: the most that ``process`` was since peaks were reset.
         update_workers: a number of threads, no bytes: background threads that compute offloaded updates.

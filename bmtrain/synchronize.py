@@ -18,7 +18,7 @@ __all__ = ["gather_result", "sum_loss", "synchronize", "wait_loader"]
 
 
 def synchronize() -> None:
-    """Waits until every rank has called it and the work queued on this rank's device has completed. [collective]
+    """Waits until every rank has called it and the work queued on this rank's device has completed. Collective.
 
     Raises:
         RuntimeError: before `init_distributed`.
@@ -47,7 +47,7 @@ def wait_loader() -> None:
 
 
 def sum_loss(loss: torch.Tensor, comm: Communicator | None = None) -> torch.Tensor:
-    """Returns the mean of ``loss`` over the ranks: despite the name not a sum. [collective]
+    """Returns the mean of ``loss`` over the ranks: despite the name not a sum. Collective.
 
     Args:
         loss: floating-point tensor of the same shape on every rank.
@@ -66,7 +66,7 @@ def sum_loss(loss: torch.Tensor, comm: Communicator | None = None) -> torch.Tens
 
 
 def gather_result(x: torch.Tensor) -> torch.Tensor:
-    """Concatenates the ranks' tensors along dim 0, in rank order. [collective]
+    """Concatenates the ranks' tensors along dim 0, in rank order. Collective.
 
     Args:
         x: tensor of the same shape and dtype on every rank, on any device; 0-d counts as one element.

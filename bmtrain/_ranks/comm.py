@@ -144,7 +144,7 @@ def describe_cpu_transport(asked: str | None = None) -> str:
 
 
 def _meet(store: dist.Store, rank: int, size: int, timeout: float) -> list[dict[str, str]]:
-    """Exchanges the requirements of shared memory that each rank meets. [collective]"""
+    """Exchanges the requirements of shared memory that each rank meets. Collective."""
     mine = {
         "asked": cpu_transport(),
         "place": shm_meeting.place(),
@@ -179,7 +179,7 @@ def _connect_host(
     store: dist.Store, ranks: list[dict[str, str]], rank: int, timeout: float, name: str
 ) -> ShmCommunicator | None:
     """The communicator of this host's ranks, if every host has one for equally many that follow each other, else None.
-    [collective]"""
+    Collective."""
     num_local = _ranks_per_host(ranks)
     if num_local == 1:
         return None

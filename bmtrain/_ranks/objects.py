@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def allgather_objects(obj: T) -> list[T]:
-    """Every rank's object, in rank order. [collective]
+    """Every rank's object, in rank order. Collective.
 
     Args:
         obj: anything that can be pickled; sizes may differ between ranks.

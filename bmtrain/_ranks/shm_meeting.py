@@ -56,7 +56,7 @@ def why_not() -> str:
 def connect(
     store: dist.Store, rank: int, size: int, timeout: float, name: str
 ) -> tuple[ShmCommunicator | None, str]:
-    """Exchanges segments with the other ranks, all in the same `place`, and builds the communicator. [collective]
+    """Exchanges segments with the other ranks, all in the same `place`, and builds the communicator. Collective.
 
     Returns None and the reason if that failed on some rank: the same outcome on all of them. A RuntimeError means that
     the store was lost, or that a rank is missing.

@@ -27,7 +27,7 @@ _Post: TypeAlias = Callable[[], "Work | None"]
 
 
 def all_gather(*, max_bytes: int = _LARGEST) -> None:
-    """Time all-gathers of 2^10 bytes up to ``max_bytes`` of gathered data; rank 0 prints the table. [collective]
+    """Time all-gathers of 2^10 bytes up to ``max_bytes`` of gathered data; rank 0 prints the table. Collective.
 
     Args:
         max_bytes: largest size; it stops earlier when memory does not allow more.
@@ -47,7 +47,7 @@ def all_gather(*, max_bytes: int = _LARGEST) -> None:
 
 
 def reduce_scatter(*, max_bytes: int = _LARGEST) -> None:
-    """Time reduce-scatters of 2^10 bytes up to ``max_bytes`` of input; rank 0 prints the table. [collective]
+    """Time reduce-scatters of 2^10 bytes up to ``max_bytes`` of input; rank 0 prints the table. Collective.
 
     Args:
         max_bytes: largest size; it stops earlier when memory does not allow more.
@@ -67,7 +67,7 @@ def reduce_scatter(*, max_bytes: int = _LARGEST) -> None:
 
 
 def send_recv(*, max_bytes: int = _LARGEST) -> None:
-    """Time messages of 2^10 bytes up to ``max_bytes`` from rank 0 to 1, 2 to 3, ...; rank 0 prints. [collective]
+    """Time messages of 2^10 bytes up to ``max_bytes`` from rank 0 to 1, 2 to 3, ...; rank 0 prints. Collective.
 
     An odd last rank idles.
 

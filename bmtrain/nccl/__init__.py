@@ -82,7 +82,7 @@ _posted = _Posted()
 
 
 def allReduce(src: Buffer, dst: Buffer, op: str, comm: NCCLCommunicator) -> None:
-    """Combine the ranks' ``src`` into every rank's ``dst``, which has the same size. [collective]
+    """Combine the ranks' ``src`` into every rank's ``dst``, which has the same size. Collective.
 
     Args:
         src: contiguous; the same dtype and number of elements on every rank.
@@ -110,7 +110,7 @@ def allReduce(src: Buffer, dst: Buffer, op: str, comm: NCCLCommunicator) -> None
 
 
 def reduce(src: Buffer, dst: Buffer, op: str, root: int, comm: NCCLCommunicator) -> None:
-    """Combine the ranks' ``src`` into ``dst`` of rank ``root``; other ranks' ``dst`` is undefined. [collective]
+    """Combine the ranks' ``src`` into ``dst`` of rank ``root``; other ranks' ``dst`` is undefined. Collective.
 
     Args and errors: as :func:`allReduce`; ``root`` is a rank of ``comm``.
     """
@@ -119,7 +119,7 @@ def reduce(src: Buffer, dst: Buffer, op: str, root: int, comm: NCCLCommunicator)
 
 
 def broadcast(src: Buffer, dst: Buffer, root: int, comm: NCCLCommunicator) -> None:
-    """Copy ``src`` of rank ``root`` into every rank's ``dst``, which has the same size. [collective]
+    """Copy ``src`` of rank ``root`` into every rank's ``dst``, which has the same size. Collective.
 
     Args and errors: as :func:`allReduce`; ``root`` is a rank of ``comm``.
     """
@@ -133,7 +133,7 @@ def broadcast(src: Buffer, dst: Buffer, root: int, comm: NCCLCommunicator) -> No
 
 
 def allGather(src: Buffer, dst: Buffer, comm: NCCLCommunicator) -> None:
-    """Put the ranks' ``src`` one after the other into ``dst``, ``commCount(comm)`` times as large. [collective]
+    """Put the ranks' ``src`` one after the other into ``dst``, ``commCount(comm)`` times as large. Collective.
 
     Args and errors: as :func:`allReduce`.
 
@@ -151,7 +151,7 @@ def allGather(src: Buffer, dst: Buffer, comm: NCCLCommunicator) -> None:
 
 
 def reduceScatter(src: Buffer, dst: Buffer, op: str, comm: NCCLCommunicator) -> None:
-    """Combine the ranks' ``src``, ``commCount(comm)`` times as large as ``dst``; rank r gets slice r. [collective]
+    """Combine the ranks' ``src``, ``commCount(comm)`` times as large as ``dst``; rank r gets slice r. Collective.
 
     Args and errors: as :func:`allReduce`.
     """

@@ -32,8 +32,8 @@ class AdamOptimizer(ShardedOptimizer):
         scale: initial loss scale of the optimizer; by default none.
         decoupled: kind of weight decay: True as in AdamW, False added to the gradient (L2), None as scripts of all
             versions have it: decoupled for 16-bit parameters, L2 for fp32 ones.
-        state_dtype: of the moments, as for `AdamOffloadOptimizer`. On a GPU narrow moments are computed by several
-            operations of torch, with temporary fp32 copies of one parameter's moments.
+        state_dtype: of the moments, as for `AdamOffloadOptimizer`. A build without CUDA kernels updates narrow moments
+            on a GPU by operations of torch, with temporary fp32 copies of one parameter's moments.
 
     Raises:
         TypeError: ``state_dtype`` is neither fp32, nor bf16, nor int8.
