@@ -3,7 +3,7 @@
     python tests/tidy.py
 
 Most of the time goes to torch's headers, so the sources of several folders are checked as one unit. The kernels, which
-are compiled for three instruction sets, and CUDA sources are left out. Exit status 1 if there is a warning.
+are compiled for several instruction sets, and CUDA sources are left out. Exit status 1 if there is a warning.
 """
 
 from __future__ import annotations
