@@ -22,13 +22,17 @@ from bmtrain.distributed import checkpoint
 DISPATCHED = ("operators", "updates")
 MODULES = (
     *(bmtrain, bmtrain.distributed, checkpoint, debug, inspect, loss, lr_scheduler, memory, nccl, nn, optim),
-    *(timeline, utils, weights),
+    *(bmtrain.survive, timeline, utils, weights),
 )
 
 
 def num_pairs(name: str) -> int:
     """Function, argument, wrong kind: all that there are in a table."""
     return sum(len(WRONG[kind]) for _, arguments in TABLES[name]().values() for kind, _ in arguments.values())
+
+
+def all_pairs() -> int:
+    return sum(map(num_pairs, TABLES))
 
 
 def check_all(name: str) -> list[str]:
@@ -55,6 +59,15 @@ def check_all(name: str) -> list[str]:
         except Exception as error:
             bad.append(f"{function}: {type(error).__name__}: {error}")
     return bad
+
+
+def test_the_page_of_results_has_these_numbers() -> None:
+    [pairs] = run_ranks(1, all_pairs)
+    left_out = len(LEFT_OUT), len(public_names())
+    pages = [Path(__file__).parents[2] / folder / "results/reliability.md" for folder in ("docs", "docs/zh")]
+    english, chinese = (page.read_text(encoding="utf-8") for page in pages)
+    assert f"{pairs:,} pairs" in english and "{} of {} ".format(*left_out) in english
+    assert f"{pairs:,} 对" in chinese and "{1} 个中的 {0} 个".format(*left_out) in chinese
 
 
 @pytest.mark.parametrize("name", TABLES)

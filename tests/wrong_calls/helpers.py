@@ -62,6 +62,11 @@ def helpers() -> Calls:
             lambda v: utils.AverageRecorder().record(v),
             {"v": ("a float", 1.0)},
         ),
+        "survive.register": (
+            lambda get, set: bmt.survive.register("state", get, set),
+            {"get": ("callable", dict), "set": ("callable", len)},
+        ),
+        "survive.steps": (bmt.survive.steps, {"stop": ("integer", 2), "start": ("integer", 0)}),
         "op2nccl": (bmt.nccl.op2nccl, {"op": ("op", "sum")}),
         "dtype2nccl": (bmt.nccl.dtype2nccl, {"dtype": ("nccl dtype", torch.float32)}),
         "timeline.record": (

@@ -6,9 +6,9 @@ __all__ = ["LEFT_OUT"]
 
 _BY_REASON = {
     "takes no arguments": (
-        *("InspectTensorManager", "build_info", "getUniqueId", "groupEnd", "groupStart", "inspect_tensor"),
-        *("load_nccl_pypi", "no_sync", "rank", "record_from_environment", "synchronize", "wait_loader"),
-        "world_size",
+        *("InspectTensorManager", "build_info", "exceptions", "getUniqueId", "groupEnd", "groupStart"),
+        *("inspect_tensor", "load_nccl_pypi", "no_sync", "rank", "record_from_environment", "synchronize"),
+        *("wait_loader", "world_size"),
     ),
     "takes anything: prints it, keeps it by a name, or makes text of it": (
         *(
