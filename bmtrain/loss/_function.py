@@ -134,9 +134,10 @@ def _combine(local: CrossEntropySums, options: CrossEntropyOptions, width: int) 
     from .._C import ReduceOp
 
     comm = options.columns.comm
-    maximum = local.maximum.clone()
+    # Of a row of -inf here the maximum is not 0: against it, other ranks' small logits would underflow.
+    maximum = torch.where(local.exp_sum == 0, -torch.inf, local.maximum)
     comm.all_reduce(maximum, ReduceOp.MAX, "cross_entropy").wait()
-    shift = local.maximum - maximum  # <= 0 where the row's maximum is another rank's
+    shift = local.maximum - maximum  # <= 0 where the row's maximum is another rank's, and columns are here
     parts = [torch.where(local.exp_sum == 0, 0.0, local.exp_sum * shift.exp()), local.target_logit]
     if local.smooth is not None:
         weight = _local_weight(options, width)
