@@ -42,9 +42,9 @@ def load_balancing_loss(
     _check_logits(router_logits)
     if require_integer("top_k", top_k, 1) > router_logits.shape[-1]:
         raise ValueError(f"top_k: expected at most {router_logits.shape[-1]} experts, got {top_k}")
-    probabilities = router_logits.float().softmax(-1)
-    chosen = torch.zeros_like(probabilities).scatter_(-1, router_logits.topk(top_k, dim=-1).indices, 1)
-    weight = _weights(router_logits, mask)
+    logits, weight = _counted(router_logits, mask)
+    probabilities = logits.softmax(-1)
+    chosen = torch.zeros_like(probabilities).scatter_(-1, logits.topk(top_k, dim=-1).indices, 1)
     counts = torch.cat([(chosen * weight).sum(0), weight.sum().view(1)])
     totals = total_over_batches(counts, "load_balancing_loss")
     frequencies, share = totals[:-1] / totals[-1], num_losses() / totals[-1]
@@ -74,9 +74,9 @@ def router_z_loss(router_logits: torch.Tensor, mask: torch.Tensor | None = None)
         4.3241
     """
     _check_logits(router_logits)
-    weight = _weights(router_logits, mask)
+    logits, weight = _counted(router_logits, mask)
     total = total_over_batches(weight.sum(), "router_z_loss")
-    squares = torch.logsumexp(router_logits.float(), dim=-1, keepdim=True).square()
+    squares = torch.logsumexp(logits, dim=-1, keepdim=True).square()
     return (squares * weight).sum() * (num_losses() / total).float()
 
 
@@ -89,10 +89,13 @@ def _check_logits(router_logits: torch.Tensor) -> None:
         )
 
 
-def _weights(router_logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def _counted(router_logits: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the logits in fp32, and the weights of the tokens; the logits of a token without weight may be NaN."""
+    logits = router_logits.float()
     if mask is None:
-        return torch.ones(len(router_logits), 1, device=router_logits.device)
+        return logits, torch.ones(len(logits), 1, device=logits.device)
     require_tensor("mask", mask)
-    if mask.numel() != len(router_logits):
-        raise ValueError(f"mask: expected {len(router_logits)} tokens, got shape {tuple(mask.shape)}")
-    return mask.reshape(-1, 1).to(router_logits.device, torch.float32)
+    if mask.numel() != len(logits):
+        raise ValueError(f"mask: expected {len(logits)} tokens, got shape {tuple(mask.shape)}")
+    weight = mask.reshape(-1, 1).to(logits.device, torch.float32)
+    return torch.where(weight == 0, 0, logits), weight

@@ -263,7 +263,9 @@ def router_losses(dtype: torch.dtype, mask_dtype: torch.dtype | None) -> None:
     torch.manual_seed(0)
     all_logits = [torch.randn(n, EXPERTS).mul(3).to(dtype) for n in (301, 78)]
     all_masks = [torch.rand(len(logits)).gt(0.03 if mask_dtype else -1) for logits in all_logits]
-    own = all_logits[bmtrain.rank()].clone().requires_grad_()
+    own = all_logits[bmtrain.rank()].clone()
+    own[~all_masks[bmtrain.rank()]] = torch.nan  # as attention without any key gives tokens of padding
+    own.requires_grad_()
     mask = None if mask_dtype is None else all_masks[bmtrain.rank()].to(mask_dtype)
     found = load_balancing_loss(own, TOP_K, mask) + router_z_loss(own, mask)
     assert found.dtype == torch.float32
