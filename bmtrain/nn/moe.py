@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from .._base.arguments import require_integer, require_tensor
+from .._base.precision import as_autocast_has_it
 from .._engine.experts import run_experts
 from ..global_var import context
 from ..layer import DistributedModule
@@ -170,7 +171,7 @@ class MoE(DistributedModule):
 
 
 def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Products of groups of rows with a matrix each.
+    """Products of groups of rows with a matrix each, under autocast in its dtype.
 
     Args:
         rows: ``(n, in)``, the first ones of the first group and so on.
@@ -180,6 +181,7 @@ def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, numbers: torch.Tens
     Returns:
         ``(n, out)``.
     """
+    rows, weight = as_autocast_has_it(rows), as_autocast_has_it(weight)
     if context().virtual_shards:
         return _grouped_linear(*_aligned(rows, weight), numbers)[:, : weight.shape[1]]
     return _grouped_linear(rows, weight, numbers)

@@ -291,6 +291,33 @@ def test_losses_of_routers_equal_one_process(dtype: torch.dtype, mask_dtype: tor
     run_ranks(2, router_losses, dtype, mask_dtype)
 
 
+def under_autocast(dim: int) -> None:
+    """Products in bf16, as of linear layers, also where rows of matrices are no multiples of 16 bytes."""
+    layer, dtypes = bmtrain.nn.MoE(dim, dim + 2, EXPERTS, TOP_K), set()
+    layer.experts.act = lambda gate: (dtypes.add(gate.dtype), F.silu(gate))[1]
+    bmtrain.init_parameters(layer)
+    x = torch.randn(9, dim, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, logits = layer(x)
+    assert (dtypes, y.dtype, logits.dtype) == ({torch.bfloat16}, torch.float32, torch.float32)
+    y.square().sum().backward()
+    weights = {name: full_value(param).requires_grad_() for name, param in layer.named_parameters()}
+    same = x.detach().clone().requires_grad_()
+    expected, _ = plain_moe(same, weights, {})
+    torch.testing.assert_close(y, expected, rtol=0.05, atol=0.02 * float(expected.abs().max()))
+    expected.square().sum().backward()
+    torch.testing.assert_close(x.grad, same.grad, rtol=0.05, atol=0.02 * float(same.grad.abs().max()))
+    for param, weight in zip(layer.parameters(), weights.values(), strict=True):
+        assert param.grad.dtype == torch.float32
+        atol = 0.02 * float(weight.grad.abs().max())
+        torch.testing.assert_close(param.gather_grad(), weight.grad, rtol=0.05, atol=atol)
+
+
+@pytest.mark.parametrize("dim", [6, 16])
+def test_experts_compute_in_the_dtype_of_autocast(dim: int) -> None:
+    run_ranks(1, under_autocast, dim)
+
+
 @pytest.mark.parametrize("routing", ["all to two", "none to one"])
 @pytest.mark.parametrize(("world", "ep_size"), [(2, 2), (4, 2)])
 def test_experts_without_tokens(world: int, ep_size: int, routing: str) -> None:
