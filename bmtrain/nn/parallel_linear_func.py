@@ -196,6 +196,10 @@ class OpParallelLinear(torch.autograd.Function):
         # Before communication: an error on one rank afterwards would leave the others waiting.
         check_features("input", input, weight, weight.shape[1] * (_tp().size if split_input else 1))
         reduction = None if reduce_output_type is None else ReduceType(reduce_output_type)
+        if gather_output and reduction is not None and _tp().size > 1:
+            raise ValueError(
+                f"gather_output: expected False with {reduction.name}, after which outputs are not slices of features"
+            )
         if async_gather_chunks < 1:
             raise ValueError(f"async_gather_chunks: expected at least 1, got {async_gather_chunks}")
         if reduction is ReduceType.REDUCE_SCATTER:
@@ -209,9 +213,10 @@ class OpParallelLinear(torch.autograd.Function):
         ctx.save_for_backward(input, weight)
         ctx.has_bias = bias is not None
         ctx.layout = (gather_input and not split_input, gather_output, split_input, reduction)
-        x = _rows_to_features(input) if split_input else input
-        if gather_input and not split_input:
-            return _finish(_gathered_matmul(x, weight, bias, async_gather_chunks), gather_output)
+        gathers_rows = gather_input and not split_input
+        if gathers_rows and reduction is None:
+            return _finish(_gathered_matmul(input, weight, bias, async_gather_chunks), gather_output)
+        x = _rows_to_features(input) if split_input else gather_rows(input) if gathers_rows else input
         if reduction is None:
             return _finish(torch.nn.functional.linear(x, weight, bias), gather_output)
         out = _reduced_matmul(x, weight, reduction, async_gather_chunks)

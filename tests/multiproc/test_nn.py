@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from harness import run_ranks
 
 import bmtrain as bmt
 from bmtrain.global_var import context
+from bmtrain.nn import OpParallelLinear, ReduceType
 from bmtrain.parameter import full_value, gather_flat
 
 IN, OUT, ROWS = 8, 12, 6
@@ -129,6 +132,56 @@ def test_bc_74_row_parallel_linear(world, in_block):
                     in_block,
                     init={"tp_size": min(world, 2)},
                 )
+
+
+def options_of_the_function() -> None:
+    """Every combination of its options against the products of all ranks."""
+    tp, flags = context().groups["tp"], (False, True)
+    for gathers, joins, splits, reduction in itertools.product(flags, flags, flags, (None, *ReduceType)):
+        if tp.size == 1 and joins and reduction is not None:
+            continue
+        torch.manual_seed(1)
+        inputs = [torch.randn(ROWS, IN * (tp.size if splits else 1)) for _ in range(tp.size)]
+        if not gathers and not splits and reduction is None:
+            inputs = inputs[:1] * tp.size  # the same on all ranks
+        weights = [torch.randn(OUT, IN) for _ in range(tp.size)]
+        bias = torch.randn(OUT)
+        x, weight, own_bias = (t.clone().requires_grad_() for t in (inputs[tp.rank], weights[tp.rank], bias))
+        arguments = x, weight, own_bias, gathers, joins, splits, reduction
+        if joins and reduction is not None:
+            with pytest.raises(ValueError, match=f"gather_output: expected False with {reduction.name}"):
+                OpParallelLinear.apply(*arguments)
+            continue
+        out = OpParallelLinear.apply(*arguments)
+
+        is_replicated = not (gathers or splits) and reduction is None
+        leaves = [t.clone().requires_grad_() for t in (inputs[:1] if is_replicated else inputs)]
+        whole, all_weights = torch.cat(leaves), [t.clone().requires_grad_() for t in weights]
+        of_ranks = [leaves[0]] * tp.size if is_replicated else leaves
+        if splits:
+            of_ranks = whole.chunk(tp.size, dim=1)
+        elif gathers:
+            of_ranks = [whole] * tp.size
+        outs = [
+            a @ w.t() + (bias if reduction is None else 0) for a, w in zip(of_ranks, all_weights, strict=True)
+        ]
+        expected = [torch.cat(outs, dim=1)] * tp.size if joins else outs
+        if reduction is not None:
+            total = torch.stack(outs).sum(0) + bias
+            is_whole = reduction is ReduceType.ALL_REDUCE
+            expected = [total] * tp.size if is_whole else list(total.chunk(tp.size))
+        close(out, expected[tp.rank].detach())
+        factors = torch.linspace(1, 2, out.numel()).view_as(out)
+        (out * factors).sum().backward()
+        is_one_value = joins or reduction is ReduceType.ALL_REDUCE  # of which all ranks have the one loss
+        sum((value * factors).sum() for value in expected[: 1 if is_one_value else None]).backward()
+        close(x.grad, leaves[0 if is_replicated else tp.rank].grad)
+        close(weight.grad, all_weights[tp.rank].grad)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_combination_of_options_is_that_of_the_products(world: int) -> None:
+    run_ranks(world, options_of_the_function, init={"tp_size": world})
 
 
 def under_autocast(kind: str, in_block: bool) -> None:
