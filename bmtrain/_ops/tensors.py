@@ -82,12 +82,11 @@ def abs_power_sum(tensors: Sequence[Tensor], p: float) -> Tensor:
 
 
 def has_inf_nan(tensors: Sequence[Tensor]) -> bool:
-    """Returns whether any element is inf or NaN. Tensors of other devices are checked there, by torch."""
-    on_cpu = [t for t in tensors if t.device.type == "cpu"]
-    elsewhere = [t for t in tensors if t.device.type != "cpu"]
-    if on_cpu and _ops.has_inf_nan(on_cpu).item():
+    """Returns whether any element is inf or NaN. Tensors of other devices, and fp64, are checked by torch."""
+    narrow = [t for t in tensors if t.is_cpu and t.dtype != torch.float64]
+    if narrow and _ops.has_inf_nan(narrow).item():
         return True
-    return bool(elsewhere) and not torch.stack([t.isfinite().all() for t in elsewhere]).all().item()
+    return any(not t.isfinite().all() for t in tensors if not t.is_cpu or t.dtype == torch.float64)
 
 
 def _tensor(result: Tensor) -> Tensor:  # torch.ops are untyped

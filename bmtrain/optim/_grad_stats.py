@@ -82,13 +82,14 @@ def _by_kind(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 def _power_sum(parameters: Sequence[Tensor], norm_type: float) -> Tensor:
     """Returns ``sum |g|^p`` or ``max |g|`` of this rank, (1,) in fp64; inf or NaN if an element is."""
     total = torch.zeros(1, dtype=torch.float64, device=context("gradient statistics").device)
-    for part in _each_run(parameters, partial(_power_sums, norm_type=norm_type)):
+    for part in _each_run(parameters, partial(power_sums, norm_type=norm_type)):
         part = part.to(total)
         total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
     return total
 
 
-def _power_sums(gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+def power_sums(gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+    """Returns numbers whose sum is ``sum |g|^p``, or whose maximum is ``max |g|``."""
     by_device, others = _split(gradients, _POWER_SUMS.get(norm_type, "abs_power_sum"))
     parts = [_core_power_sum(grads, norm_type) for grads in by_device]
     return parts + [_torch_power_sum(grads, norm_type) for grads in _by_kind(others)]

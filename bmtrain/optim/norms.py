@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import _ops
 from .._C import ReduceOp
 from .._ranks import context
 from .._ranks.comm import wire_device
-from ._grad_stats import counted_here
+from ._grad_stats import counted_here, power_sums
 
 __all__ = ["whole_norms"]
 
@@ -49,7 +48,7 @@ def whole_norms(params: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
     current = context.current()
     counted = {id(p) for p in (params if current is None else counted_here(params))}
     parts = [
-        _ops.squared_sum([tensor.detach().contiguous()]) if id(p) in counted and tensor.numel() else _NOTHING
+        power_sums([tensor.detach().contiguous()], 2)[0] if id(p) in counted and tensor.numel() else _NOTHING
         for p, tensor in zip(params, tensors, strict=True)
     ]
     if current is None or not parts:

@@ -417,6 +417,18 @@ class ShardedLamb(torch.optim.Optimizer):
                 p.sub_(direction * rate)
 
 
+def norms_of_doubles() -> None:
+    whole = torch.linspace(-1, 3, 1001, dtype=torch.float64)
+    p = bmt.DistributedParameter(whole)
+    norms = bmt.optim.whole_norms([p, p], [p, p.detach() * 1e200])
+    assert norms[0].item() == pytest.approx(whole.norm().item(), rel=1e-7)
+    assert norms[1].isinf()  # in fp32
+
+
+def test_norms_of_doubles() -> None:
+    run_ranks(2, norms_of_doubles)
+
+
 def lamb_on_shards(policy: dict[str, Any]) -> None:
     model = Model(torch.float32, policy)
     named = dict(model.named_parameters())

@@ -80,6 +80,10 @@ def before_init() -> None:
         manager_of(params, loss_scale=2).step()
     give_gradients(params)
     manager_of(params).step()  # nothing collective without scaling
+    double = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    for value in (1.0, math.inf, math.nan):
+        double.grad = torch.tensor([0, value, 1e300], dtype=torch.float64)
+        assert check_overflow([{"params": [*params, double]}]) == (not math.isfinite(value))
 
 
 def test_before_initialisation() -> None:
