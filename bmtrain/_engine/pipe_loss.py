@@ -116,12 +116,16 @@ class Head:
             raise ValueError(f"head: expected a module that returns the mean loss, one number, got {what}")
         return loss
 
-    def take_gradients(self) -> list[torch.Tensor | None]:
+    def take_gradients(self, is_used: Sequence[float]) -> list[torch.Tensor | None]:
         """Returns the gradients of the parameters on this rank; zeros on the other stages, which have none."""
         return [
-            torch.zeros_like(leaf) if gradient is None and leaf.requires_grad else gradient
-            for leaf, gradient in self._take(0)
+            torch.zeros_like(leaf) if gradient is None and used else gradient
+            for (leaf, gradient), used in zip(self._take(0), is_used, strict=True)
         ]
+
+    def uses(self) -> list[bool]:
+        """Whether each parameter has a gradient on this rank."""
+        return [gradient_of(leaf) is not None for leaf in self._parts[0].values()]
 
     def _take(self, part: int) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         # A read has made the leaf a copy, whose `grad` would be the parameter's.
@@ -287,19 +291,22 @@ class LossCall:
         shares = [len(piece) / rows for piece in torch.empty(rows, 0).tensor_split(self._plan.num_micros)]
         seeds = None if seed is None else [seed * share for share in shares]
         run = self._pass(seeds)
+        # Behind the loss: which parameters the head has used. Others get no gradient, as in one process.
+        uses = self._head.uses() if seed is not None else []
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        told = torch.tensor([0.0, *uses], dtype=dtype, device=hidden.device)
+        for result, share in zip(run.results, shares, strict=False):  # only the last stage has results
+            told[0] += result.reshape(()).to(dtype) * share
+        pipe.comm.broadcast(told, pipe.size - 1, "pipe.loss").wait()
         if seed is not None:
             self._seed = seed
             whole = torch.cat(run.gradients) if pipe.rank == 0 else None
             self._gradients = [
                 hand_out_batches(pipe, whole, 0, hidden.shape, hidden.dtype, hidden.device),
                 *(argument.gradient() for _, argument in self.trained),
-                *self._head.take_gradients(),
+                *self._head.take_gradients(told[1:].tolist()),
             ]
-        loss = torch.zeros((), device=hidden.device, dtype=torch.float32)
-        for result, share in zip(run.results, shares, strict=False):  # only the last stage has results
-            loss += result.reshape(()).float() * share
-        pipe.comm.broadcast(loss, pipe.size - 1, "pipe.loss").wait()
-        return loss
+        return told[0].clone()
 
 
 class ShardLossCall(LossCall):

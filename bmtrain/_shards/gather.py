@@ -28,6 +28,7 @@ class OpAllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, param: Any) -> torch.Tensor:
         ctx.param = param
+        ctx.set_materialize_grads(False)
         ctx.spec, ctx.home = param._spec, param.device
         with context().engine.waiting("outside blocks", "gather"):
             flat = param._spec.gather(param, param._label)
@@ -38,9 +39,9 @@ class OpAllGather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
         engine = context().engine
-        gradient = engine.gradients.of_parameter(ctx.param, grad)
+        gradient = None if grad is None else engine.gradients.of_parameter(ctx.param, grad)
         if gradient is None:
             return None
         with engine.waiting("outside blocks", "reduce"):

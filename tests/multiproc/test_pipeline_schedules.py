@@ -496,6 +496,48 @@ def test_peak_of_activations_is_that_of_the_schedule(stages, micros, options):
         assert found == [stages - stage for stage in range(stages)]
 
 
+class Spare(bmt.DistributedModule):
+    """A head that reads a parameter which its loss does not depend on, and has one that it does not read."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.scale, self.read, self.left = (
+            bmt.DistributedParameter(torch.ones(DIM, dtype=dtype)) for _ in range(3)
+        )
+        self.frozen = bmt.DistributedParameter(torch.ones(DIM, dtype=dtype)).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        _ = self.read + 1
+        return ((x - wanted) * self.scale * self.frozen).square().mean()
+
+
+def decayed(dtype: torch.dtype) -> list[list[float]]:
+    """Weights of the head after two steps with decay, the second with another loss scale."""
+    layers = bmt.PipelineTransformerBlockList([bmt.Block(Layer(dtype), mode="PIPE") for _ in range(2)])
+    head = Spare(dtype)
+    bmt.init_parameters(layers)
+    optimizer = torch.optim.AdamW([*layers.parameters(), *head.parameters()], lr=0.1, weight_decay=0.5)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    for scale in (1, 8):
+        loss = layers.loss(
+            torch.ones(ROWS, DIM, dtype=dtype), 0.5, head=head, labels=torch.zeros(ROWS, DIM, dtype=dtype)
+        )
+        assert loss.dtype == torch.promote_types(dtype, torch.float32)
+        manager.zero_grad(set_to_none=True)
+        manager.backward(loss * scale)
+        assert [p.grad is None for p in head.parameters()] == [False, True, True, True]
+        manager.step()
+    return [p.gather().tolist() for p in head.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_parameters_that_a_head_does_not_use_have_no_gradient(dtype: torch.dtype) -> None:
+    for scale, *others in run_ranks(2, decayed, dtype, init={"pipe_size": 2, "num_micro_batches": 2}):
+        assert max(scale) < 1
+        assert others == [[1.0] * DIM] * 3
+
+
 def warnings_of_trainings() -> list[str]:
     """Warnings of ranks with one loss, and of equal samples in a call."""
     told = []
