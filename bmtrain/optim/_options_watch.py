@@ -1,7 +1,8 @@
-"""Detection of hyperparameters that differ between ranks.
+"""Detection of hyperparameters, and of numbers of gradients, that differ between ranks.
 
 A rank with another learning rate (of ReduceLROnPlateau and the loss of its own batch, say) trains its share of each
-parameter with it. Ranks compare theirs in few steps, so that it costs nothing.
+parameter with it, and one that has dropped a gradient leaves its share as it is. Ranks compare theirs in few steps, so
+that it costs nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from .._base.deprecate import warn_once
+from .._base.unseen import gradient_of
 from .._C import ReduceOp
 from .._ranks.agree import gather_json
 from .._ranks.comm import wire_device
@@ -65,14 +67,19 @@ class OptionsWatch:
 
 
 def _groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Returns the hyperparameters of each group with distributed parameters, and the name of the group."""
+    """Returns hyperparameters, name and number of gradients of each group with distributed parameters."""
     names = getattr(optimizer, "defaults", {"lr": None})
     return [
         {"of": f"group {index} of {type(optimizer).__name__}"}
         | {name: _number(group[name]) for name in names if name in group}
+        | {"number of gradients": sum(map(_has_gradient, group["params"]))}
         for index, group in enumerate(optimizer.param_groups)
         if any(isinstance(p, DistributedParameter) for p in group["params"])
     ]
+
+
+def _has_gradient(p: torch.Tensor) -> bool:
+    return isinstance(p, DistributedParameter) and gradient_of(p) is not None
 
 
 def _number(value: Any) -> Any:

@@ -242,6 +242,17 @@ def schedules_of_ranks() -> None:
         manager.step()
 
 
+def dropped_gradient() -> None:
+    """A rank drops a gradient, of which its share of the parameter gets no update."""
+    model = linear()
+    manager = managed(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(5):
+        manager.zero_grad()
+        manager.backward(model(torch.ones(2, 4) + bmt.rank()).sum())
+        model._parameters["bias"].grad = None if bmt.rank() else model._parameters["bias"].grad
+        manager.step()
+
+
 def same_rates() -> None:
     parameters = list(linear().parameters())
     groups = [{"params": parameters}, {"params": [torch.nn.Parameter(torch.ones(1))], "lr": bmt.rank()}]
@@ -283,6 +294,9 @@ RECOVERABLE = [
         12, rates_of_ranks, r"lr of group 0 of AdamOptimizer is 0\.1 on rank 0 and 0\.05 on rank 1", True
     ),
     Mistake(12, schedules_of_ranks, r"lr of group 0 of SGD is 0\.25 on rank 0 and 0\.5 on rank 1", True),
+    Mistake(
+        12, dropped_gradient, r"number of gradients of group 0 of SGD is 2 on rank 0 and 1 on rank 1", True
+    ),
     Mistake(12, same_rates, r"1 of its 3 parameters are plain ones", True),
     Mistake(14, too_big, r"65,536\.0 GiB.*meta.*python -m bmtrain plan"),
     Mistake(15, not_finite, r"the loss was inf or NaN in 3 steps in a row.*loss_scale", on_rank_0_only=True),
