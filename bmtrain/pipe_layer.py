@@ -240,7 +240,7 @@ class PipelineTransformerBlockList(LayerSequence):
         self._refuse_late_parameters()
         num_micros = self._require_rows(hidden)
         if num_losses() == self.stages:
-            mark_given("OptimManager.same_samples")  # all ranks have one loss
+            mark_given("OptimManager.same_samples.pipeline")  # all ranks have one loss
         return run_loss(
             self._plan(),
             self._memory,

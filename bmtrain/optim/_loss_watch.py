@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .._base.deprecate import warn_once
 from .._C import ReduceOp
+from .._shards.stage import StagedShardSpec
 from ..global_var import context, num_losses, rank
 from ..parameter import DistributedParameter
 
@@ -45,9 +46,11 @@ class LossWatch:
         """Warns on rank 0 of detected mistakes. Collective, once."""
         if self._first_losses is not None and len(self._first_losses) == _NUM_COMPARED:
             losses, self._first_losses = self._first_losses, None
+            specs = [p._spec for p in parameters if isinstance(p, DistributedParameter)]
             # Managers of plain parameters may step on some ranks only.
-            if any(isinstance(p, DistributedParameter) for p in parameters):
-                _compare(losses)
+            if specs:
+                of_pipeline = any(isinstance(spec, StagedShardSpec) for spec in specs)
+                _compare(losses, "OptimManager.same_samples" + ".pipeline" * of_pipeline)
         for name, number in self._numbers.items():
             if number.end_step() and not has_loss_scale:
                 warn_once(
@@ -84,8 +87,8 @@ class _Number:
         return self._num_bad >= _NUM_BAD
 
 
-def _compare(losses: list[Tensor]) -> None:
-    """Warns if all ranks had the same losses. Collective."""
+def _compare(losses: list[Tensor], key: str) -> None:
+    """Warns if all ranks had the same losses, once for ``key``. Collective."""
     ctx = context("OptimManager.step")
     if num_losses() == 1 or ctx.virtual_shards:
         return
@@ -96,7 +99,7 @@ def _compare(losses: list[Tensor]) -> None:
     is_same = all(math.isfinite(a) and a == -b for a, b in zip(largest, smallest, strict=True))
     if is_same and rank() == 0:
         warn_once(
-            "OptimManager.same_samples",
+            key,
             f"OptimManager: the losses of all {ctx.topology.world_size} ranks were equal bit for bit in the first "
             f"{_NUM_COMPARED} backwards, as if all trained on the same samples. bmtrain.data.loader(dataset, "
             "batch_size, seed) gives each rank its own. (All ranks are seeded alike: DataLoader(shuffle=True) and "

@@ -539,25 +539,31 @@ def test_parameters_that_a_head_does_not_use_have_no_gradient(dtype: torch.dtype
 
 
 def warnings_of_trainings() -> list[str]:
-    """Warnings of ranks with one loss, and of equal samples in a call."""
+    """Warnings of ranks with one loss, and of equal samples: in a model outside of the pipeline, and in a call."""
     told = []
-    for is_call in (False, True):
-        deprecate._seen.discard("OptimManager.same_samples")
+    deprecate._seen.difference_update(("OptimManager.same_samples", "OptimManager.same_samples.pipeline"))
+    for kind in ("loss", "outside", "call"):
+        if kind == "call":
+            deprecate._seen.discard("OptimManager.same_samples.pipeline")
         model = Model(2)
         bmt.init_parameters(model)
         manager = bmt.optim.OptimManager()
-        manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters()))
-        x, wanted = torch.ones(4, DIM) * (1 if is_call else bmt.rank()), torch.arange(4)
+        trained = model.embedding if kind == "outside" else model
+        manager.add_optimizer(bmt.optim.AdamOptimizer(trained.parameters()))
+        x, wanted = torch.ones(4, DIM) * (bmt.rank() if kind == "loss" else 1), torch.arange(4)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(4):
                 manager.zero_grad()
-                out = model.layers(x, 0.5) if is_call else x
-                manager.backward(out.square().mean() if is_call else model(out, wanted))
+                if kind == "loss":
+                    loss = model(x, wanted)
+                else:
+                    loss = (trained(x) if kind == "outside" else model.layers(x, 0.5)).square().mean()
+                manager.backward(loss)
                 manager.step()
         told += [str(warning.message).partition(":")[0] for warning in caught]
     return told
 
 
 def test_ranks_with_one_loss_are_not_told_that_their_samples_are_the_same():
-    assert run_ranks(2, warnings_of_trainings, init={"pipe_size": 2}) == [["OptimManager"], []]
+    assert run_ranks(2, warnings_of_trainings, init={"pipe_size": 2}) == [["OptimManager"] * 2, []]
