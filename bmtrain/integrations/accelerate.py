@@ -66,6 +66,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().prepare_model(BMTrainModelWrapper(model), device_placement=False, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        if type(optimizer) is accelerate.optimizer.AcceleratedOptimizer:  # whose scaler is of this rank alone
+            optimizer = optimizer.optimizer
         if not isinstance(optimizer, _WithWholeState):
             adopt_optimizer(optimizer)
         prepared = super().prepare_optimizer(optimizer, device_placement)

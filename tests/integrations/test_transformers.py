@@ -234,6 +234,8 @@ def losses(model: Any, optimizer: Any, backward: Any, number: int) -> list[float
 
 def states_of_accelerate(folder: str, is_ours: bool, first: int) -> list[float]:
     """Losses of some steps, if any, of some that are lost, and of those after ``load_state``."""
+    import accelerate
+
     from bmtrain.integrations.accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -242,7 +244,7 @@ def states_of_accelerate(folder: str, is_ours: bool, first: int) -> list[float]:
     adam = (
         bmt.optim.AdamOptimizer(parameters, lr=0.01, weight_decay=0.01, decoupled=True)
         if is_ours
-        else torch.optim.AdamW(parameters, lr=0.01)
+        else accelerate.Accelerator(cpu=True).prepare_optimizer(torch.optim.AdamW(parameters, lr=0.01))
     )
     model, optimizer = accelerator.prepare(*accelerator.prepare(model, adam))  # as trainers that train twice
     found = losses(model, optimizer, accelerator.backward, first)
