@@ -193,6 +193,7 @@ def train(
     long: bool = False,
     folder: str = "",
     policy: bmt.BlockPolicy | None = None,
+    clip: tuple[float, Any] = (0.5, 2),
 ) -> Any:
     """Trains with ``faults``; ``long``: the example's GPT-2. Saves into ``folder`` after a step."""
     torch.manual_seed(3)
@@ -239,7 +240,7 @@ def train(
             if number == 1:
                 at(step, "loop end")
         at(step, "clip")
-        norm = manager.clip_grad_norm(optimizer.param_groups, 0.5)
+        norm = manager.clip_grad_norm(optimizer.param_groups, *clip)
         at(step, "step")
         manager.step()
         at(step, "after step")
@@ -323,6 +324,16 @@ def test_two_die_in_updates(step, dtype):
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_one_after_the_other(transport, offload):
     survive(2, "float32", offload, (1, 1, "forward"), (3, 3, "clip"), transport=transport)
+
+
+def test_a_clip_by_the_largest_magnitude_runs_again():
+    options = False, "", None, (1e-3, "inf")
+    [(told, values, _)] = run_ranks(1, train, "float32", False, (), *options, init={"virtual_shards": SHARDS})
+    assert all(norm > 1e-3 for _, norm in told)
+    outcomes = outcomes_of(4, "float32", False, ((1, 2, "clip"),), *options)
+    kept = [outcome.value for outcome in outcomes if outcome.status is Status.RETURNED]
+    assert [size for *_, size in kept] == [3] * 3, "\n".join(map(str, outcomes))
+    assert all(of_rank == told and same_bits(bits, values) for of_rank, bits, _ in kept)
 
 
 #: Policies of Blocks whose shards other ranks hold too, and the first two faults of a job.
