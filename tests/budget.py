@@ -22,9 +22,9 @@ PYTHON = {
     "engine": ("_engine", 8522),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5655),
     "files": ("_files dcp distributed store weights", 4664),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10106),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10116),
     "survive": ("_survive survive", 2765),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_940),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_942),
 }
 CORE = {
     "bindings": (". bindings ops", 1505),
