@@ -188,6 +188,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return _run(arguments)
     except (ValueError, OSError, ImportError) as error:
+        if isinstance(error, BrokenPipeError):  # the reader of the output has seen enough
+            raise
         print(f"bmtrain plan: {error}", file=sys.stderr)
         return 2
 
@@ -233,14 +235,11 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.tier_directory and not (policy.disk and arguments.here):
         raise ValueError("--tier-directory: expected --disk and --here, to measure the drives that it names")
     machine = _machine(arguments, policy.compute_dtype or _stored_in(model, arguments))
-    plan = None
-    if arguments.choose:
-        plan = choose_policy(model, machine, policy)
-        if plan is None:
-            print("no level, recomputation, offload or micro-batch makes it fit; the closest is:")
-            policy = dataclasses.replace(policy, micro_batch=1, level=3, recompute=True, offload=1.0)
-    if plan is None:
-        plan = estimate(model, machine, policy)
+    plan = choose_policy(model, machine, policy) if arguments.choose else None
+    if arguments.choose and plan is None:
+        print("no level, recomputation, offload or micro-batch makes it fit; the closest is:")
+        policy = dataclasses.replace(policy, micro_batch=1, level=3, recompute=True, offload=1.0)
+    plan = plan or estimate(model, machine, policy)
     changes = remedies(plan)
     print(format_plan(plan, changes))
     _write(arguments.json, {**plan.as_dict(), "remedies": changes})

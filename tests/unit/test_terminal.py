@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -160,11 +161,17 @@ def test_folding() -> None:
     ]  # fmt: skip
 
 
-def test_a_reader_that_has_seen_enough_is_no_error() -> None:
-    """As in `python -m bmtrain doctor --api | head -1`."""
-    shell = f"{sys.executable} -m bmtrain doctor --api | head -1"
+@pytest.mark.parametrize(
+    ("command", "output"),
+    [("doctor --api | head -1", "documented name"), ("plan --layers 2 --dim 64 --heads 1 | true", "")],
+)
+def test_a_reader_that_has_seen_enough_is_no_error(command: str, output: str) -> None:
     done = subprocess.run(
-        ["bash", "-c", shell], cwd=Path(__file__).parents[2], capture_output=True, text=True
+        ["bash", "-c", f"{sys.executable} -m bmtrain {command}"],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},  # print() writes, and not the end of the process alone
+        capture_output=True,
+        text=True,
     )
-    assert done.stdout.startswith("documented name")
+    assert done.stdout.startswith(output)
     assert done.stderr == ""
