@@ -38,6 +38,11 @@ SAME_CALLS = (
     "one Block with what chooses between them, which all ranks call."
 )
 
+# The remedy where they are in the transfer of a pipeline's batches.
+ONE_SIZE = (
+    "The ranks of a pipeline pass batches of one size: drop an odd last one (drop_last=True), or pad it."
+)
+
 # The report of a rank: {"position": where its main thread is, "groups": what _C.Watchdog.groups returns}.
 State = Mapping[str, Any]
 
@@ -99,13 +104,21 @@ def verdict(
 ) -> dict[str, Any]:
     """The verdict that is sent to all ranks: `judge`, with the state of each rank."""
     found = judge(failure, states, absent)
+    told = found.text + str(failure["record"] if failure["kind"] == "failed" else "")
     return {
         "text": found.text,
         "culprits": found.culprits,
-        "table": [*table(states, absent), *([found.remedy] if found.remedy else [])],
+        "table": [*table(states, absent), *(remedies(told) if found.remedy else ())],
         "absent": absent,
         "failure": failure,
     }
+
+
+def remedies(told: str) -> list[str]:
+    """The remedies for ranks that have made different calls, by the description of these."""
+    there = re.findall(r"is in another operation: (?:send|all_gather) #", told)
+    is_same = told.count('"pipe.collect"') + len(there) > 1
+    return [ONE_SIZE, SAME_CALLS] if is_same else [SAME_CALLS]
 
 
 def _place(state: State | None) -> str:

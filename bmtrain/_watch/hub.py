@@ -307,7 +307,7 @@ class Hub:
             )
             return
         told = f"{text.text}. Unless that changes, the job ends at the time-out"
-        table = [*blame.table(self._states, {}), blame.SAME_CALLS]
+        table = [*blame.table(self._states, {}), *blame.remedies(text.text)]
         self._send_all({"do": "notice", "text": told, "table": table, "number": number})
 
     def _awaits_an_ending(self, case: _Case) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import rank_outcomes, run_ranks
 
 import bmtrain as bmt
 from bmtrain import _C
@@ -623,3 +623,18 @@ def listed_mistakes() -> None:
 
 def test_batch_related_names_arguments():
     run_ranks(2, listed_mistakes, init={"pipe_size": 2})
+
+
+def unequal_batches(has_labels: bool) -> None:
+    layers = bmt.PipelineTransformerBlockList([torch.nn.Tanh() for _ in range(2)])
+    x = torch.zeros(2 + 2 * bmt.rank(), DIM)
+    if has_labels:
+        layers.loss(x, head=torch.nn.MSELoss(), labels=x)
+    layers(x)
+
+
+@pytest.mark.parametrize("has_labels", [False, True])
+def test_batches_of_other_sizes_are_named(has_labels):
+    options = {"fresh": True, "grace": 5, "environment": {"BMTRAIN_CPU_TRANSPORT": "shm"}}
+    for outcome in rank_outcomes(2, unequal_batches, has_labels, init={"pipe_size": 2}, **options):
+        assert "The ranks of a pipeline pass batches of one size" in str(outcome)

@@ -173,6 +173,19 @@ def test_mismatch_names_both_and_the_difference(field: str, value: Any, noun: st
     assert blame.mismatch({0: record(), 1: record()}, "zero") is None
 
 
+@pytest.mark.parametrize(("label", "is_named"), [("pipe.collect", True), ("block 1", False)])
+def test_batches_of_other_sizes_in_a_pipeline_are_named(label: str, is_named: bool) -> None:
+    """Ranks that wait for each other, one that has found another size, and one whose peer is elsewhere."""
+    sends, receives = (record(op, 0, label=label, peer=peer) for op, peer in (("send", 0), ("recv", 1)))
+    other = failure("failed", what="rank 1 is in another operation: send #0 (64 bytes)", record=receives)
+    late = failure(record=receives)
+    for failed, peer in ((late, sends), (other, None)):
+        states = {0: state(1, receives, members=2), 1: state(1, *([peer] if peer else []), members=2)}
+        assert (blame.ONE_SIZE in blame.verdict(failed, states, {})["table"]) == is_named
+    elsewhere = {0: state(1, receives, members=2), 1: state(1, record(sequence=0), members=2)}
+    assert blame.ONE_SIZE not in blame.verdict(late, elsewhere, {})["table"]
+
+
 def test_table_merges_equal_ranks() -> None:
     lines = blame.table({0: WAITS, 1: state(3), 2: WAITS}, {3: "silent"})
     assert lines[0].startswith("ranks 0, 2: in all_gather #3")
