@@ -147,7 +147,7 @@ def _add_policy(policy: _Group) -> None:
     policy.add_argument("--sp", type=int, default=1, help="ranks that divide a sequence, by heads")
     policy.add_argument("--ep", type=int, default=1, help="ranks that hold the experts of a layer together")
     policy.add_argument("--pipe", type=int, default=1, help="pipeline stages")
-    policy.add_argument("--schedule", choices=SCHEDULES, default="gpipe", help="default: gpipe")
+    policy.add_argument("--schedule", choices=SCHEDULES, default="gpipe", help="pipeline schedule")
     policy.add_argument(
         "--num-micro-batches",
         type=int,
