@@ -260,6 +260,7 @@ def _derive_class(old: type[torch.nn.Module]) -> type[torch.nn.Module]:
     bases = (
         _Converted,
         *([_RecurrentWeights] if issubclass(old, torch.nn.RNNBase) else []),
+        *([types.new_class(old.__name__, (old,))] if _is_of_another_layout(old) else []),
         *([SyncedBatchNorm] if issubclass(old, torch.nn.SyncBatchNorm) else []),
         *([DividedExperts] if takes_routing(old) else []),
         *([_CopiesItself] if hasattr(old, "__deepcopy__") else []),
@@ -275,6 +276,16 @@ def _derive_class(old: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
 #: One class for each old class.
 _distributed_class: Callable[[Any], type[Any]] = functools.cache(_derive_class)
+def _is_of_another_layout(old: type[torch.nn.Module]) -> bool:
+    """Whether ``old`` adds a dict to a class without one (``ABC``, ``Generic``) that is a base before Module.
+
+    Python then gives its objects only classes whose first base is ``old`` or derived from it.
+    """
+    while old.__base__.__dictoffset__:  # type: ignore[union-attr]
+        old = old.__base__  # type: ignore[assignment]
+    return old.__base__ is not object
+
+
 
 
 class _CopiesItself:

@@ -20,7 +20,7 @@ PYTHON = {
     "ranks": ("_ranks global_var nccl synchronize utils", 4244),
     "shards": ("_shards parameter", 1885),
     "engine": ("_engine", 8522),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5655),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5666),
     "files": ("_files dcp distributed store weights", 4664),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10116),
     "survive": ("_survive survive", 2765),

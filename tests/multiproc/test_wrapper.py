@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import io
 import pickle
+import typing
 from typing import Any, ClassVar
 
 import pytest
@@ -232,6 +234,29 @@ class Named(Registered, name="named"):
     pass
 
 
+class Abstract(abc.ABC, nn.Module):
+    """Its objects have their dict from this class, and not from Module."""
+
+    @abc.abstractmethod
+    def forward(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class Concrete(Abstract):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x)
+
+
+_Item = typing.TypeVar("_Item")
+
+
+class Typed(typing.Generic[_Item], nn.Linear):
+    pass
+
+
 def check_small_modules() -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 5, 6)
@@ -247,8 +272,15 @@ def check_small_modules() -> None:
         nn.MultiheadAttention(6, 2),
         nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0), 2),
         Named(6, 6),
+        Concrete(),
+        Typed[int](6, 6),
+        nn.ModuleList([Concrete()]),
     ):
         model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
+        assert isinstance(model, type(plain))
+        assert list(pickle.loads(pickle.dumps(model)).state_dict()) == list(plain.state_dict())
+        if isinstance(plain, nn.ModuleList):
+            plain, model = plain[0], model[0]
         args = (x, x, x) if isinstance(plain, nn.MultiheadAttention) else (x,)
         actual, expected = model(*args), plain(*args)
         first = actual[0] if isinstance(actual, tuple) else actual
