@@ -24,7 +24,7 @@ PYTHON = {
     "files": ("_files dcp distributed store weights", 4664),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10116),
     "survive": ("_survive survive", 2765),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_942),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_984),
 }
 CORE = {
     "bindings": (". bindings ops", 1505),

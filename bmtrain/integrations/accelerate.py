@@ -13,6 +13,7 @@ from ..optim._suitability import adopt_optimizer
 from ..optim.clip_grad import clip_gradients
 from ..wrapper import BMTrainModelWrapper
 from .loss_scale import SharedScaler
+from .sharding import shard_model
 
 __all__ = ["Accelerator"]
 
@@ -20,9 +21,10 @@ __all__ = ["Accelerator"]
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """``accelerate.Accelerator`` whose models are sharded by this library.
 
-    Wrap the model *before* the optimizer is made, as parameters become shards; the rest of a script stays as it is.
-    Gradients are of the mean of the ranks' losses, as with DistributedDataParallel. They are reduced in every
-    backward, also inside ``accumulate()``, as whole gradients are what does not fit.
+    ``prepare`` shards a model, and gives the shards to the optimizers in the same call; a model that is wrapped before
+    its optimizer is made stays as it is. Gradients are of the mean of the ranks' losses, as with
+    DistributedDataParallel. They are reduced in every backward, also inside ``accumulate()``, as whole gradients are
+    what does not fit.
 
     Raises:
         ValueError: for DeepSpeed, FSDP and Megatron plugins, and for optimizers that compute over whole tensors.
@@ -30,7 +32,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     Example:
         >>> from bmtrain.integrations.accelerate import Accelerator
         >>> accelerator = Accelerator(cpu=True)
-        >>> model = bmtrain.BMTrainModelWrapper(torch.nn.Linear(3, 1))
+        >>> model = torch.nn.Linear(3, 1)
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> model, optimizer = accelerator.prepare(model, optimizer)
         >>> accelerator.backward(model(torch.ones(2, 3)).sum())
@@ -58,6 +60,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
         if self.scaler is not None and self.scaler.is_enabled():
             self.scaler = SharedScaler(self.scaler)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """Shards models that are not, and gives the shards to optimizers of their parameters. Collective."""
+        optimizers = [made for made in args if isinstance(made, torch.optim.Optimizer)]
+        for model in args:
+            if isinstance(model, torch.nn.Module):
+                shard_model(model, optimizers)
+        return super().prepare(*args, **kwargs)
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
+from lightning.pytorch import callbacks
 from lightning.pytorch.strategies import DDPStrategy as TrainerDDP
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -30,6 +31,8 @@ __all__ = ["BMTrainFabricStrategy", "BMTrainStrategy"]
 #: File of a checkpoint, beside the shards, of all but weights and optimizers; Lightning's own sharded strategies name
 #: it so.
 _REST = "meta.pt"
+#: Entry of a checkpoint, beside which WeightAveraging puts the average into the entry of the model.
+_CURRENT = "current_model_state"
 
 
 def _join(strategy: Any) -> None:
@@ -116,6 +119,23 @@ class _ClipsShards:
         clip_gradients(self.main_params(optimizer), clip_val)
 
 
+def _average_shards(trainer: Any, module: Any) -> None:
+    """Lets callbacks that copied the module before it was sharded copy it again.
+
+    Raises:
+        ValueError: for one that loses its learning rates where a model is loaded after the setup of a strategy.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, callbacks.StochasticWeightAveraging):
+            raise ValueError(
+                "StochasticWeightAveraging: not with sharded models, as in Lightning's own strategies for them; use "
+                "lightning.pytorch.callbacks.WeightAveraging"
+            )
+        averaging: Any = getattr(callbacks, "WeightAveraging", ())  # from Lightning 2.6 on
+        if isinstance(callback, averaging):
+            callback.setup(trainer, module, "fit")
+
+
 class BMTrainStrategy(TrainerDDP):  # type: ignore[misc]
     """Strategy of Lightning's ``Trainer`` whose models are sharded by this library.
 
@@ -146,6 +166,7 @@ class BMTrainStrategy(TrainerDDP):  # type: ignore[misc]
         self.model_to_device()
         shard_model(module)
         if is_fitting:
+            _average_shards(trainer, module)
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
                 adopt_optimizer(optimizer)
@@ -190,9 +211,8 @@ class BMTrainStrategy(TrainerDDP):  # type: ignore[misc]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Writes a folder, each rank its own part. Collective."""
-        rest = {
-            key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")
-        }
+        elsewhere = {"optimizer_states"} if _CURRENT in checkpoint else {"state_dict", "optimizer_states"}
+        rest = {key: value for key, value in checkpoint.items() if key not in elsewhere}
         optimizers = list(self.optimizers) if "optimizer_states" in checkpoint else []
         write = self.checkpoint_io.save_checkpoint
         self._folder(filepath).save(
@@ -207,6 +227,9 @@ class BMTrainStrategy(TrainerDDP):  # type: ignore[misc]
         if path.is_dir():
             self._folder(path).load(self.lightning_module, list(self.optimizers), strict)
             rest: dict[str, Any] = self.checkpoint_io.load_checkpoint(path / _REST, **options)
+            if _CURRENT in rest:
+                rest[_CURRENT] = self.lightning_module.state_dict()
+                _load_whole(self.lightning_module, rest["state_dict"], strict)
             return {"state_dict": {}, "optimizer_states": [], **rest}
         whole: dict[str, Any] = self.checkpoint_io.load_checkpoint(path, **options)
         _load_whole(self.lightning_module, whole["state_dict"], strict)
@@ -227,9 +250,6 @@ class BMTrainFabricStrategy(FabricDDP):  # type: ignore[misc]
 
     Args:
         options: as ``DDPStrategy`` takes them for the launcher and torch's process group.
-
-    Raises:
-        ValueError: for an optimizer that has stepped before its model was set up.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -247,15 +267,8 @@ class BMTrainFabricStrategy(FabricDDP):  # type: ignore[misc]
 
     def setup_module_and_optimizers(self, module: torch.nn.Module, optimizers: list[Any], *args: Any) -> Any:
         """Shards the model, and puts the shards in place of its parameters in the optimizers."""
-        names = {id(p): name for name, p in module.named_parameters()}
-        if any(optimizer.state for optimizer in optimizers):
-            raise ValueError("fabric.setup: expected an optimizer that has not stepped yet")
-        self.setup_module(module)
-        shards = dict(module.named_parameters())
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["params"] = [shards[names[id(p)]] if id(p) in names else p for p in group["params"]]
-        return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], *args
+        shard_model(module, optimizers)
+        return self.setup_module(module), [self.setup_optimizer(made) for made in optimizers], *args
 
     def setup_optimizer(self, optimizer: Any) -> Any:
         adopt_optimizer(optimizer)

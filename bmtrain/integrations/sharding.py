@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 
 from .._engine.default_policy import default_policy
 from .._engine.policy import BlockPolicy
 from ..distributed import broadcast
 from ..global_var import config
+from ..optim._grad_stats import parameters_of
+from ..optim._state import load_optimizer_state
 from ..parameter import DistributedParameter
 from ..wrapper import BMTrainModelWrapper
 
 __all__ = ["shard_model"]
 
 
-def shard_model(model: torch.nn.Module) -> None:
+def shard_model(model: torch.nn.Module, optimizers: Iterable[Any] = ()) -> None:
     """Cuts the model into shards, with the values of rank 0; one that has shards stays as it is. Collective.
 
-    Activations are kept, as in the plain trainers; recomputation inside the layers works.
+    Activations are kept, as in the plain trainers; recomputation inside the layers works. Optimizers that were made of
+    its parameters get the shards in their places, and their state is cut likewise.
     """
     if config["sp_size"] > 1:
         raise NotImplementedError(
@@ -27,6 +33,18 @@ def shard_model(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             if not isinstance(tensor, DistributedParameter) and not tensor.is_meta:
-                tensor.copy_(broadcast(tensor.detach().clone(), 0))
+                value = broadcast(tensor.detach().clone(), 0)
+                if not torch.equal(value, tensor):  # an expanded buffer, such as a mask, cannot be written
+                    tensor.copy_(value)
+    plain = {id(p): name for name, p in model.named_parameters() if not isinstance(p, DistributedParameter)}
+    users = [made for made in optimizers if any(id(p) in plain for p in parameters_of(made.param_groups))]
+    states = [made.state_dict() for made in users]
     with default_policy(BlockPolicy(recompute="off")):
         BMTrainModelWrapper(model)
+    shards = dict(model.named_parameters())
+    for made, state in zip(users, states, strict=True):
+        for group in made.param_groups:
+            group["params"] = [shards[plain[id(p)]] if id(p) in plain else p for p in group["params"]]
+        if state["state"]:
+            made.state.clear()
+            load_optimizer_state(made, {**state, "is_whole": True}, 1.0)

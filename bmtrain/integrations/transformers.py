@@ -83,7 +83,7 @@ class Trainer(transformers.Trainer):
         super().__init__(*args, **kwargs)
         _check(self.args)
         if self.model_init is None:
-            self._shard(self.model)
+            self._shard(self.model, self.optimizer)
 
     # ---- the model and the step
 
@@ -92,10 +92,10 @@ class Trainer(transformers.Trainer):
         self._shard(model)
         return model
 
-    def _shard(self, model: torch.nn.Module) -> None:
+    def _shard(self, model: torch.nn.Module, *optimizers: Any) -> None:
         inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
         name = getattr(type(inner), "_old_class", type(inner)).__name__
-        shard_model(model)
+        shard_model(model, filter(None, optimizers))
         inner._get_name = functools.partial(str, name)  # trainers look up what a causal model is by this
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -196,7 +196,9 @@ class Trainer(transformers.Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
         if checkpoint_folder is None or not Path(checkpoint_folder, _OPTIMIZER_FOLDER).is_dir():
-            return  # of a run that saves the model alone
+            # Of a plain trainer, or of the model alone.
+            super()._load_optimizer_and_scheduler(checkpoint_folder)
+            return
         checkpoint.load(Path(checkpoint_folder, _OPTIMIZER_FOLDER), optim=_bare(self.optimizer), random=False)
         self.lr_scheduler.load_state_dict(
             torch.load(Path(checkpoint_folder, SCHEDULER_NAME), weights_only=True)

@@ -6,6 +6,7 @@ python tests/integrations/lightning_script.py sharded FOLDER PLAIN   # after the
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import warnings
@@ -14,7 +15,7 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -22,6 +23,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "accumulated": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05},
     "fp16": {"precision": "16-mixed", "gradient_clip_val": 0.5},
     "bf16": {"precision": "bf16-mixed", "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "averaged": {"callbacks": [functools.partial(EMAWeightAveraging, decay=0.5)]},
 }
 BATCH = 8  # of all ranks together
 STEPS = 6  # batches of an epoch
@@ -99,9 +101,11 @@ def trainer_of(
         options = {**options, "strategy": BMTrainStrategy()}
     if options.get("precision") == "16-mixed":
         options = {**options, "precision": None, "plugins": [fp16(lightning.pytorch.plugins)]}
-    keeps = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_last=True)
+    callbacks = [make() for make in options.get("callbacks", ())]
+    options = {name: value for name, value in options.items() if name != "callbacks"}
+    callbacks.append(ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_last=True))
     return lightning.Trainer(
-        accelerator="cpu", devices=ranks, max_epochs=epochs, callbacks=[keeps], logger=False,
+        accelerator="cpu", devices=ranks, max_epochs=epochs, callbacks=callbacks, logger=False,
         enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False, **options,
     )  # fmt: skip

@@ -22,7 +22,7 @@ if (
 
 PRELOAD = ("lightning",)
 SCRIPT = Path(__file__).with_name("lightning_script.py")
-VARIANTS = ("plain", "accumulated", "fp16", "bf16")  # of the script
+VARIANTS = ("plain", "accumulated", "fp16", "bf16", "averaged")  # of the script
 #: Of sums in another order: 1e-5 in fp32, and more where autocast rounds to 16 bits.
 TOLERANCE = {"bf16": 2e-2, "fp16": 2e-3}
 
@@ -129,6 +129,21 @@ def refused_optimizers(folder: str) -> list[str]:
             train()
         said.append(str(caught.value))
     return said
+
+
+def refused_averaging(folder: str) -> str:
+    from integrations import lightning_script
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    options = {"callbacks": [lambda: StochasticWeightAveraging(swa_lrs=0.1)]}
+    with pytest.raises(ValueError) as caught:
+        lightning_script.trainer_of("sharded", 1, Path(folder), options, 1).fit(lightning_script.Module())
+    return str(caught.value)
+
+
+def test_averaging_that_loses_its_schedule_is_refused(tmp_path: Path) -> None:
+    [said] = run_ranks(1, refused_averaging, str(tmp_path), init=False, fresh=True)
+    assert said.startswith("StochasticWeightAveraging: not with sharded models")
 
 
 def test_optimizers_over_whole_tensors_are_refused(tmp_path: Path) -> None:

@@ -109,6 +109,20 @@ def test_a_checkpoint_of_two_ranks_continues_on_one(runs: dict[str, Path], name:
     assert alone == pytest.approx(whole, abs=TOLERANCE.get(name, 1e-5))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["causal", "fp16", "lora"])
+def test_a_checkpoint_of_the_plain_trainer_continues(
+    runs: dict[str, Path], name: str, tmp_path: Path
+) -> None:
+    shutil.copytree(runs["plain"] / name, tmp_path / name)
+    run(2, "sharded", str(tmp_path), "--resume", "--only", name)
+    expected, got = (
+        [entry["loss"] for entry in history(folder, name) if "loss" in entry]
+        for folder in (runs["plain"], tmp_path)
+    )
+    assert got == pytest.approx(expected, abs=TOLERANCE.get(name, 1e-5))
+
+
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     [file] = folder.glob("*.safetensors")
     return safetensors.torch.load_file(file)
@@ -215,6 +229,49 @@ def test_a_run_that_saves_the_model_alone_continues(tmp_path: Path) -> None:
         assert "optimizer" not in files
 
 
+def train_by_own_optimizer(cls: Any, folder: str, resumed: str | None) -> dict[str, torch.Tensor]:
+    """Weights after three steps, of samples that are all alike."""
+    import transformers
+
+    torch.manual_seed(3)
+    model = trainer_script.llama(tie_word_embeddings=True)
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(trainer_script.VOCABULARY))
+    groups = [{"params": list(model.model.parameters())}, {"params": [model.lm_head.bias], "lr": 0.1}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    args = transformers.TrainingArguments(
+        folder, use_cpu=True, report_to=[], max_steps=3, save_steps=1, disable_tqdm=True, seed=1
+    )
+    ids = torch.arange(16)
+    data = [{"input_ids": ids, "labels": ids}] * 32
+    trainer = cls(model=model, args=args, train_dataset=data, optimizers=(optimizer, schedule))
+    trainer.train(resume_from_checkpoint=resumed)
+    return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+
+
+def train_plain(folder: str) -> dict[str, torch.Tensor]:
+    import transformers
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    return train_by_own_optimizer(transformers.Trainer, folder, None)
+
+
+def train_sharded(folder: str, resumed: str | None) -> dict[str, torch.Tensor]:
+    from bmtrain.integrations.transformers import Trainer
+
+    return train_by_own_optimizer(Trainer, folder, resumed)
+
+
+def test_an_optimizer_of_the_script_continues_the_plain_trainer(tmp_path: Path) -> None:
+    plain, sharded = str(tmp_path / "plain"), str(tmp_path / "sharded")
+    [expected] = run_ranks(1, train_plain, plain, init=False, fresh=True)
+    for resumed in (None, f"{plain}/checkpoint-2"):
+        for got in run_ranks(2, train_sharded, sharded, resumed, init=False, fresh=True):
+            for name, value in expected.items():
+                torch.testing.assert_close(got[name], value, rtol=0, atol=1e-5)
+
+
 def net() -> torch.nn.Module:
     torch.manual_seed(1)
     return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
@@ -230,6 +287,27 @@ def losses(model: Any, optimizer: Any, backward: Any, number: int) -> list[float
         optimizer.step()
         found.append(loss.item())
     return found
+
+
+def prepared_together(kind: Any) -> list[float]:
+    """Losses where the optimizer is made of the plain model, which it has trained for two steps."""
+    from bmtrain.integrations.accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = net()
+    optimizer = kind(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    found = losses(model, optimizer, torch.Tensor.backward, 2)
+    model, optimizer, _ = accelerator.prepare(model, optimizer, schedule)
+    return found + losses(model, optimizer, accelerator.backward, 3)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])
+def test_a_model_and_its_optimizer_are_prepared_together(kind: Any) -> None:
+    model = net()
+    expected = losses(model, kind(model.parameters(), lr=0.01), torch.Tensor.backward, 5)
+    for found in run_ranks(2, prepared_together, kind, timeout=120):
+        assert found == pytest.approx(expected, abs=1e-6)
 
 
 def states_of_accelerate(folder: str, is_ours: bool, first: int) -> list[float]:
