@@ -21,8 +21,8 @@ PYTHON = {
     "shards": ("_shards parameter", 1885),
     "engine": ("_engine", 8522),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5666),
-    "files": ("_files dcp distributed store weights", 4664),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10116),
+    "files": ("_files dcp distributed store weights", 4666),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10137),
     "survive": ("_survive survive", 2765),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_984),
 }

@@ -21,24 +21,33 @@ from ._host_copies import warn_of_large_state
 from ._old_bounds import SCALARS, SLICE_BYTES, at_present_bounds, bounds_before, is_of_whole_parameters
 from ._owners import is_here
 
+#: Keys that detect a load at another layout or on another rank.
+MARKS = "shard_sizes", "slice_bytes", "rank"
+
 
 def optimizer_state(optimizer: Any, gather: bool) -> dict[str, Any]:
     """Returns the state dict of an optimizer, of this rank or (collective) gathered to full tensors.
 
     The state of a torch optimizer over shards gets more keys, which torch ignores: ``is_whole``, and for the state of
-    one rank ``shard_sizes``, ``slice_bytes`` and ``rank``, which detect a load at another layout or on another rank.
+    one rank those of :func:`mark_rank`.
     """
     if getattr(optimizer, "_bmtrain_optimizer", False):
         state: dict[str, Any] = optimizer.state_dict(gather=gather)
         return state
-    state = optimizer.state_dict()
+    state = mark_rank(optimizer, optimizer.state_dict())
+    if not gather or "is_whole" not in state:
+        return state
+    whole = {"is_whole": True, "state": _gather(state["state"], numbered_parameters(optimizer))}
+    return {**{key: value for key, value in state.items() if key not in MARKS}, **whole}
+
+
+def mark_rank(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Hook of an optimizer of torch that gives its state: marks one of shards, which fits this rank and layout only."""
     parameters = numbered_parameters(optimizer)
     if not any(isinstance(p, DistributedParameter) for p in parameters):
         return state
-    if not gather:
-        sizes = [p.numel() for p in parameters]
-        return {**state, "is_whole": False, "shard_sizes": sizes, "slice_bytes": SLICE_BYTES, "rank": rank()}
-    return {**state, "is_whole": True, "state": _gather(state["state"], parameters)}
+    marks = dict(zip(MARKS, ([p.numel() for p in parameters], SLICE_BYTES, rank()), strict=True))
+    return {**state, "is_whole": False, **marks}
 
 
 def load_optimizer_state(optimizer: Any, state: dict[str, Any], loss_scale: float) -> None:
@@ -57,13 +66,7 @@ def load_optimizer_state(optimizer: Any, state: dict[str, Any], loss_scale: floa
         return
     parameters = numbered_parameters(optimizer)
     whole, is_aligned = is_of_whole_parameters(state, enumerate(parameters)), "slice_bytes" in state
-    sizes = [_size_of_shard(p, is_aligned) for p in parameters]
-    saved_sizes, saved_rank = state.get("shard_sizes", sizes), state.get("rank", rank())
-    if saved_sizes != sizes or saved_rank != rank():
-        raise ValueError(
-            f"the optimizer state of one rank fits only this rank and the layout it was saved at: rank {saved_rank}, "
-            f"shards of {saved_sizes} elements, got rank {rank()} with {sizes}; save with gather_opt=True"
-        )
+    _check_rank(state, parameters)
     entries_of = state["state"]
     if not (whole or is_aligned):
         entries_of = at_present_bounds(entries_of, enumerate(parameters))
@@ -74,10 +77,24 @@ def load_optimizer_state(optimizer: Any, state: dict[str, Any], loss_scale: floa
 def take_whole_state(optimizer: Any, state: dict[str, Any]) -> dict[str, Any] | None:
     """Hook of an optimizer of torch that loads a state: cuts one of whole parameters to this rank's shards."""
     parameters = numbered_parameters(optimizer)
+    _check_rank(state, parameters)
     whole = is_of_whole_parameters(state, enumerate(parameters))
     if not (whole or any(MASTER in entries for entries in state["state"].values())):
         return None
     return {**state, "state": _cut_entries(state["state"], parameters, whole)}
+
+
+def _check_rank(state: Mapping[str, Any], parameters: list[Tensor]) -> None:
+    """Raises ValueError for the state of another rank, or of another layout."""
+    sizes = [_size_of_shard(p, "slice_bytes" in state) for p in parameters]
+    saved_sizes, saved_rank = state.get("shard_sizes", sizes), state.get("rank", rank())
+    is_same = saved_rank == rank() or all(p.numel() == whole_shape(p).numel() for p in parameters)
+    if saved_sizes != sizes or not is_same:
+        raise ValueError(
+            f"the optimizer state of one rank fits only this rank and the layout it was saved at: rank {saved_rank}, "
+            f"shards of {saved_sizes} elements, got rank {rank()} with {sizes}; save OptimManager.state_dict("
+            "gather_opt=True), which fits all"
+        )
 
 
 def _cut_entries(state: Mapping[Any, Any], parameters: list[Tensor], whole: bool) -> dict[Any, Any]:

@@ -13,15 +13,18 @@ from .._ranks import context
 from ..global_var import rank, world_size
 from ..parameter import DistributedParameter
 from ._grad_stats import parameters_of
-from ._state import take_whole_state
+from ._state import mark_rank, take_whole_state
 from .places import wants_disk
 
-#: Class names of optimizers that need norms or factors of full tensors, which shards cannot give.
-_WHOLE_TENSOR_KINDS = ("adafactor", "lamb", "larc", "lars", "muon", "shampoo")
+#: Parts of class names of optimizers that need norms, factors or projections of full tensors, which shards cannot give.
+_WHOLE_TENSOR_KINDS = (
+    *("adafactor", "adalomo", "adammini", "apollo", "came", "galore", "lamb", "larc", "lars", "muon"),
+    *("novograd", "shampoo", "sm3", "soap", "stableadam"),
+)
 
 
 def adopt_optimizer(optimizer: Any) -> None:
-    """Lets an optimizer of torch over shards load states of whole parameters.
+    """Lets an optimizer of torch over shards load states of whole parameters, and mark its own.
 
     Raises:
         ValueError: it computes over whole tensors, or a policy wants its state on a drive.
@@ -29,7 +32,7 @@ def adopt_optimizer(optimizer: Any) -> None:
     if getattr(optimizer, "_bmtrain_optimizer", False):
         return
     name, parameters = type(optimizer).__name__, list(parameters_of(optimizer.param_groups))
-    is_unsuited = any(kind in name.lower() for kind in _WHOLE_TENSOR_KINDS)
+    is_unsuited = any(kind in name.lower().replace("_", "") for kind in _WHOLE_TENSOR_KINDS)
     is_unsuited &= not getattr(optimizer, "for_shards", False)
     if is_unsuited and any(isinstance(p, DistributedParameter) for p in parameters):
         raise ValueError(
@@ -41,6 +44,7 @@ def adopt_optimizer(optimizer: Any) -> None:
         raise ValueError(f"BlockPolicy(optimizer='disk'): expected an optimizer of bmtrain.optim, got {name}")
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer.register_load_state_dict_pre_hook(take_whole_state)
+        optimizer.register_state_dict_post_hook(mark_rank)
 
 
 def warn_of_likely_mistakes(optimizer: Any) -> None:

@@ -130,6 +130,29 @@ def test_state_of_one_rank_fits_no_other_layout(name: str, tmp_path: Path) -> No
         run_ranks(world, load_at_another_layout, name, tmp_path)
 
 
+def load_by_itself(level: int) -> bool:
+    """Loads what ``state_dict()`` of the optimizer itself gave on rank 0; returns whether that fits."""
+    policy = bmt.BlockPolicy(level=level)
+    layer = bmt.Block(bmt.BMTrainModelWrapper(torch.nn.Linear(64, 64)), policy=policy)
+    optimizer = torch.optim.Adam(layer.parameters())
+    manager = make_manager(optimizer)
+    manager.backward(layer(torch.ones(1, 64)).sum())
+    manager.step()
+    own = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(own)
+    try:
+        optimizer.load_state_dict(bmt.store.broadcast_object(own))
+    except ValueError as error:
+        assert "fits only this rank" in str(error) and "gather_opt=True" in str(error)
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("level", "fits"), [(3, [True, False]), (0, [True, True])])
+def test_an_optimizer_of_torch_does_not_load_the_shards_of_another_rank(level: int, fits: list[bool]) -> None:
+    assert run_ranks(2, load_by_itself, level) == fits
+
+
 def legacy_loop(name: str, manager_loop: bool) -> list[Tensor]:  # BC-55
     bmt.config["loss_scale_factor"], bmt.config["loss_scale_steps"] = 2, 3
     model = Model(True)

@@ -26,6 +26,7 @@ from ...global_var import context
 from ...optim._arrays import MASTER, numbered_parameters
 from ...optim._old_bounds import SLICE_BYTES
 from ...optim._sharded import ShardedOptimizer
+from ...optim._state import MARKS
 from ...optim.optim_manager import OptimManager
 from ...optim.places import OnDisk
 from ...parameter import DistributedParameter, whole_shape
@@ -249,7 +250,8 @@ def _add_optimizer(snapshot: Snapshot, name: str, optimizer: Any) -> dict[str, A
                 described[key] = {"replica": full, "of_shard": is_shard, "slice_bytes": SLICE_BYTES}
                 snapshot.replicas.append(_whole(full, value))
     snapshot.entries.append(entries)
-    others = {key: value for key, value in state.items() if key not in _HANDLED}
+    handled = _HANDLED if getattr(optimizer, "_bmtrain_optimizer", False) else (*_HANDLED, *MARKS)
+    others = {key: value for key, value in state.items() if key not in handled}
     return {
         "class": type(optimizer).__name__,
         "groups": snapshot.add_value(f"{name}/groups", state["param_groups"]),
