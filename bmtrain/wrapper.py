@@ -16,6 +16,7 @@ from torch.nn.modules.module import (
 
 from ._base.arguments import require_module
 from ._engine.engine import current_engine
+from ._engine.replaced import note_given
 from ._engine.sync_batch_norm import SyncedBatchNorm
 from ._engine.whole import give_whole_to_initialisers
 from ._model.divided_experts import DividedExperts, can_divide, divide_experts, own_experts, takes_routing
@@ -190,6 +191,7 @@ class _Conversion:
             return known[1]
         data = own_experts(param) if of_experts else param
         made = DistributedParameter(data, requires_grad=param.requires_grad, ep_mode=of_experts)
+        note_given(made, param)
         for key, value in param.__dict__.items():
             made.__dict__.setdefault(key, value)
         self._parameters[id(param)] = (
@@ -258,9 +260,9 @@ def _rebuild(old: type[torch.nn.Module]) -> torch.nn.Module:
 def _derive_class(old: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """Returns the class of a converted module of class ``old``."""
     bases = (
+        *([types.new_class(old.__name__, (old,))] if _is_of_another_layout(old) else []),
         _Converted,
         *([_RecurrentWeights] if issubclass(old, torch.nn.RNNBase) else []),
-        *([types.new_class(old.__name__, (old,))] if _is_of_another_layout(old) else []),
         *([SyncedBatchNorm] if issubclass(old, torch.nn.SyncBatchNorm) else []),
         *([DividedExperts] if takes_routing(old) else []),
         *([_CopiesItself] if hasattr(old, "__deepcopy__") else []),
@@ -274,8 +276,6 @@ def _derive_class(old: type[torch.nn.Module]) -> type[torch.nn.Module]:
     )
 
 
-#: One class for each old class.
-_distributed_class: Callable[[Any], type[Any]] = functools.cache(_derive_class)
 def _is_of_another_layout(old: type[torch.nn.Module]) -> bool:
     """Whether ``old`` adds a dict to a class without one (``ABC``, ``Generic``) that is a base before Module.
 
@@ -286,6 +286,8 @@ def _is_of_another_layout(old: type[torch.nn.Module]) -> bool:
     return old.__base__ is not object
 
 
+#: One class for each old class.
+_distributed_class: Callable[[Any], type[Any]] = functools.cache(_derive_class)
 
 
 class _CopiesItself:

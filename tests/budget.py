@@ -19,10 +19,10 @@ PYTHON = {
     "watch": ("_watch", 1966),
     "ranks": ("_ranks global_var nccl synchronize utils", 4244),
     "shards": ("_shards parameter", 1885),
-    "engine": ("_engine", 8522),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5666),
+    "engine": ("_engine", 8530),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5670),
     "files": ("_files dcp distributed store weights", 4666),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10137),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10147),
     "survive": ("_survive survive", 2765),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_984),
 }

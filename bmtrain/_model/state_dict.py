@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from .._base.stand_in import StandIn
 from .._engine.copies import note_loaded, watch_entry
+from .._engine.replaced import note_given
 from .._shards.at_rest import show
 from .._shards.meta import make_shard
 from ..global_var import config, context
@@ -130,6 +131,7 @@ def take_local_parts(
         make_shard(param)
         show(param)
         if isinstance(value, torch.Tensor):
+            note_given(param, value)
             state_dict[key] = shard_of(param, value.detach())
         else:
             state_dict[key] = value.part_of(param)

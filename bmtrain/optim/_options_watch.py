@@ -1,8 +1,8 @@
-"""Detection of hyperparameters, and of numbers of gradients, that differ between ranks.
+"""Detection of hyperparameters, gradients and weights given to ranks, that differ between ranks.
 
 A rank with another learning rate (of ReduceLROnPlateau and the loss of its own batch, say) trains its share of each
-parameter with it, and one that has dropped a gradient leaves its share as it is. Ranks compare theirs in few steps, so
-that it costs nothing.
+parameter with it, one that has dropped a gradient leaves its share as it is, and one that has not loaded the weights
+that rank 0 has keeps its share of others. Ranks compare theirs in few steps, so that it costs nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ..global_var import config, context, rank
 from ..parameter import DistributedParameter
 
 _LABEL = "comparison of hyperparameters"
+_GIVEN = "weights given"
 _EVERY = 1024  # steps; before, in steps 4, 8, 16, ...
 
 
@@ -70,7 +71,7 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Returns hyperparameters, name and number of gradients of each group with distributed parameters."""
     names = getattr(optimizer, "defaults", {"lr": None})
     return [
-        {"of": f"group {index} of {type(optimizer).__name__}"}
+        {"of": f"group {index} of {type(optimizer).__name__}", _GIVEN: _given_to(group["params"])}
         | {name: _number(group[name]) for name in names if name in group}
         | {"number of gradients": sum(map(_has_gradient, group["params"]))}
         for index, group in enumerate(optimizer.param_groups)
@@ -80,6 +81,11 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def _has_gradient(p: torch.Tensor) -> bool:
     return isinstance(p, DistributedParameter) and gradient_of(p) is not None
+
+
+def _given_to(parameters: Iterable[Any]) -> int:
+    """Returns a checksum of what the wrapper and loads of state dicts gave to parameters."""
+    return zlib.crc32(repr([getattr(p, "_given", 0) for p in parameters]).encode())
 
 
 def _number(value: Any) -> Any:
@@ -96,18 +102,22 @@ def _tell(groups: list[dict[str, Any]]) -> None:
     """Warns on rank 0 of the first difference. Collective."""
     everyone = gather_json(groups, _LABEL, context("OptimManager.step").world.comm)
     differences = [
-        f"{name} of {group['of']} is {group[name]} on rank 0 and {other[name]} on rank {number}"
+        (name, f"{name} of {group['of']} is {group[name]} on rank 0 and {other[name]} on rank {number}")
         for number, others in enumerate(everyone)
         for group, other in zip(everyone[0], others, strict=False)
         for name in group
         if group["of"] == other["of"] and name in other and group[name] != other[name]
     ]
     if differences and rank() == 0:
-        warn_once(
-            "OptimManager.hyperparameters",
-            f"OptimManager: {differences[0]}: each rank updates its shards of all parameters with its own. Give all "
-            "ranks the same, and a schedule that follows the loss the mean over the ranks: "
-            "bmtrain.distributed.all_reduce(loss, 'avg')",
-            stacklevel=5,
-            category=UserWarning,
-        )
+        name, difference = differences[0]
+        kind = "weights" if name == _GIVEN else "hyperparameters"
+        text = f"OptimManager: {difference}{_REMEDIES[kind]}"
+        warn_once(f"OptimManager.{kind}", text, stacklevel=5, category=UserWarning)
+
+
+_REMEDIES = {
+    "hyperparameters": ": each rank updates its shards of all parameters with its own. Give all ranks the same, and a "
+    "schedule that follows the loss the mean over the ranks: bmtrain.distributed.all_reduce(loss, 'avg')",
+    "weights": " (checksums): BMTrainModelWrapper or load_state_dict() got other weights on other ranks, of which each "
+    "rank keeps its own part, so that the model mixes them. Load weights on all ranks: rank 0 broadcasts none",
+}

@@ -373,6 +373,34 @@ def stepped_unsent() -> list[str]:
     return [str(w.message) for w in caught]
 
 
+def weights_of_some_ranks(where: str) -> list[str]:
+    """Warnings of a run in which rank 0 alone loads weights, as for DistributedDataParallel, which broadcasts."""
+    torch.manual_seed(0)
+    model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+    stored = {name: value + 1 for name, value in model.state_dict().items()}
+    if where == "before" and bmt.rank() == 0:
+        model.load_state_dict(stored)
+    model = bmt.BMTrainModelWrapper(model)
+    if where == "everywhere" or (where == "after" and bmt.rank() == 0):
+        model.load_state_dict(stored)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(8):
+            manager.zero_grad()
+            manager.backward(model(torch.full((2, 8), bmt.rank() + 1.0)).square().mean())
+            manager.step()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("where", ["before", "after", "everywhere"])
+def test_weights_that_one_rank_alone_loads_are_told_once(where: str) -> None:
+    told, other = run_ranks(2, weights_of_some_ranks, where, fresh=True)
+    assert [each for each in told if "rank 0 broadcasts none" in each] == told and other == []
+    assert len(told) == (where != "everywhere")
+
+
 def test_a_step_without_the_gradients_of_no_sync_is_told_once() -> None:
     told, others = run_ranks(2, stepped_unsent)
     assert len(told) == 2 and all("no_sync()" in message for message in told)
