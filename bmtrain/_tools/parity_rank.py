@@ -94,9 +94,9 @@ def watch(recorder: Recorder, options: dict[str, int]) -> None:
         sizes = {"sp_size": 1, "ep_size": 1, "tp_size": 1, "pipe_size": int(kwargs.get("pipe_size", 0) > 0)}
         plain_init(*args, **{**kwargs, **sizes, **options})
 
-    def watched_backward(self: OptimManager, loss: torch.Tensor) -> None:
+    def watched_backward(self: OptimManager, loss: torch.Tensor, **options: Any) -> None:
         recorder.see_loss(loss)
-        backward(self, loss)
+        backward(self, loss, **options)
 
     def watched_clip(self: OptimManager, *args: Any, **kwargs: Any) -> torch.Tensor:
         recorder.before_step(self)

@@ -195,11 +195,12 @@ class OptimManager:
         """Returns the loss that :meth:`backward` differentiates: scaled up, divided by ``grad_scale``."""
         return loss * (self.loss_scale / (self.grad_scale * self.accumulate))
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Backpropagates the scaled loss; several calls before a step accumulate.
 
         Args:
             loss: this rank's scalar loss, normally the mean over its own batch.
+            retain_graph: keep what another backward through the same forward needs.
 
         Raises:
             TypeError: ``loss`` is no tensor.
@@ -224,7 +225,7 @@ class OptimManager:
             survival.note_loss(loss)
         try:
             with self._around_backward():
-                self.scale_loss(loss).backward()
+                self.scale_loss(loss).backward(retain_graph=retain_graph)
         except BaseException:
             # Of some parameters the gradient is missing: zero_grad() is to drop the others.
             self._num_backwards = 0
