@@ -50,6 +50,24 @@ def test_gradient_of_the_mean_loss(world: int, loss_scale: float | None) -> None
     run_ranks(world, gradient_of_the_mean_loss, loss_scale)
 
 
+def two_losses_of_one_forward() -> None:
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    model = bmt.BMTrainModelWrapper(torch.nn.ModuleList([copy.deepcopy(plain)]))
+    manager = make_manager(torch.optim.SGD(model.parameters(), lr=0.1), loss_scale=4.0)
+    x = torch.randn(3, 4)
+    result, expected = model[0](x), plain(x)
+    manager.backward(result.square().mean(), retain_graph=True)
+    manager.backward(result.sum())
+    (expected.square().mean() + expected.sum()).backward()
+    for p, reference in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.gather_grad() / 4, reference.grad)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_backward_may_keep_the_graph(world: int) -> None:
+    run_ranks(world, two_losses_of_one_forward)
+
+
 def tensor_parallel_gradient(parts_add_up: bool) -> None:  # BC-40: two tp ranks share a loss
     model, reference = Model(True), Model(False)
     grad_scale = None if parts_add_up else bmt.config["zero_size"]  # as in 1.0: each rank's loss is a mean
