@@ -29,7 +29,7 @@ def optimizer_state(optimizer: Any, gather: bool) -> dict[str, Any]:
     """Returns the state dict of an optimizer, of this rank or (collective) gathered to full tensors.
 
     The state of a torch optimizer over shards gets more keys, which torch ignores: ``is_whole``, and for the state of
-    one rank those of :func:`mark_rank`.
+    one rank the keys of :func:`mark_rank`.
     """
     if getattr(optimizer, "_bmtrain_optimizer", False):
         state: dict[str, Any] = optimizer.state_dict(gather=gather)
