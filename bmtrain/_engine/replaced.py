@@ -75,7 +75,7 @@ class ReplacedParameters:
 
 
 def note_given(param: Any, whole: torch.Tensor) -> None:
-    """Records a checksum of some elements of the tensor of which ``param`` keeps a part: all ranks must get the same."""
+    """Records a checksum of elements of the tensor of which ``param`` keeps a part: all ranks must get the same."""
     if not whole.is_meta:
         elements = whole.detach().reshape(-1)[:: max(1, whole.numel() // 64)]
         param._given = zlib.crc32(repr(elements.tolist()).encode())
