@@ -471,7 +471,11 @@ def test_messages_on_the_page_of_troubles_are_printed() -> None:
     )
     quoted = [quote for row in rows for quote in re.findall("`([^`]+)`", row) if " " in quote]
     own = [quote for quote in quoted if not quote.startswith(FOREIGN)]
-    parts = [part.strip(" ,:") for quote in own for part in re.split(r"\.\.\.|\d|: |\(|[A-Z]\w+\.\w+", quote)]
+    parts = [
+        part.strip(" ,:")
+        for quote in own
+        for part in re.split(r"\.\.\.|\d|: |\(| of group|[A-Z]\w+\.\w+", quote)
+    ]
     assert len(own) > 20
     assert [part for part in parts if len(part) > 12 and part not in texts] == []
     assert [start for start in FOREIGN if not any(quote.startswith(start) for quote in quoted)] == []
