@@ -251,6 +251,7 @@ def _twin(optimizer: ShardedOptimizer, copies: dict[DistributedParameter, Any]) 
     twin: ShardedOptimizer = type(optimizer).__new__(type(optimizer))
     state = {**optimizer.__getstate__(), "param_groups": groups, "_early": set(), "_seen": {}}
     twin.__setstate__({**state, "state": {}})
+    twin._place.as_torch = optimizer._place.as_torch
     return twin
 
 

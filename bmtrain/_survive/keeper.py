@@ -19,7 +19,7 @@ from .._base.said import say
 from .._base.unseen import gradient_of
 from .._engine.engine import current_engine
 from .._ranks.agree import largest
-from .._ranks.context import Context
+from .._ranks.context import Context, context
 from .._ranks.groups import host_comm
 from ..optim._sharded import ShardedOptimizer
 from ..optim.places import OnDevice
@@ -64,6 +64,14 @@ class Keeper:
         if manager.loss_scale_enabled:
             raise ValueError("survive: expected no loss scale: train in bfloat16 or float32")
         _check(optimizer)
+        device, place = context().device, optimizer._place
+        if device.type == "cuda" and isinstance(place, OnDevice):
+            if not optimizer._formula.has_kernel(device):
+                raise ValueError(
+                    "survive: expected kernels for GPUs (bmtrain built with CUDA), or AdamOffloadOptimizer, got "
+                    f"{type(optimizer).__name__} without a kernel: copies in host memory would have other bits"
+                )
+            place.as_torch = False  # torch's order of operations differs there from that of copies
         if not any(known() is manager for known in self.managers):
             self.managers.append(weakref.ref(manager))
         optimizer.register_load_state_dict_post_hook(self._forget)
@@ -92,8 +100,6 @@ class Keeper:
             raise RuntimeError(
                 "survive: expected an OptimManager with optimizers before the first loop over virtual shards"
             )
-        if ctx.device.type == "cuda":
-            _check_bits(ctx, optimizers)
         if self._can_share and may_share(ctx, optimizers):
             self.settle()
             self._share(ctx)
@@ -307,18 +313,6 @@ def check_reads(ctx: Context, optimizers: Sequence[ShardedOptimizer]) -> None:
             raise ValueError(
                 f"survive: expected all parameters outside Blocks in an optimizer of the manager, frozen ones "
                 f"too, got {p._label} in none: give the optimizer model.parameters()"
-            )
-
-
-def _check_bits(ctx: Context, optimizers: Iterable[ShardedOptimizer]) -> None:
-    """Refuses updates on a GPU that do not have the bits of the CPU's kernels, which update copies."""
-    for optimizer in optimizers:
-        in_fp32 = any(p.dtype is torch.float32 for group in optimizer.param_groups for p in group["params"])
-        if type(optimizer._place) is OnDevice and (in_fp32 or not optimizer._formula.has_kernel(ctx.device)):
-            raise ValueError(
-                "survive: expected 16-bit parameters, or AdamOffloadOptimizer, whose state stays on the GPU where "
-                f"there is room, got {type(optimizer).__name__}, which takes torch's order of operations here: "
-                "copies in host memory would have other bits"
             )
 
 

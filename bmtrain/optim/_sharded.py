@@ -33,7 +33,7 @@ from ._options import check_group
 from ._untraced import UntracedOptimizer
 from ._updates import Journal, Update
 from .formulas import Formula, Part
-from .places import OnDevice, OnDisk, Place
+from .places import OnDisk, Place
 from .places.ranges import ranges_of, split
 
 _UNSET: Any = object()
@@ -207,7 +207,7 @@ class ShardedOptimizer(UntracedOptimizer):
         self, parts: Iterable[Part], factors: Mapping[Tensor, list[float]], journal: Journal | None = None
     ) -> list[tuple[Tensor, str, int, int]]:
         """Updates parts in host memory; returns the sums of `step_checked`, none of a step that is recorded."""
-        as_torch, found = isinstance(self._place, OnDevice), []
+        found: list[tuple[Tensor, str, int, int]] = []
         for part in parts:
             updates = [u._replace(grad=u.grad.contiguous()) for u in part.updates]
             alone = [part._replace(updates=[u]) for u in updates]
@@ -217,7 +217,7 @@ class ShardedOptimizer(UntracedOptimizer):
                 check = StepCheck(of_each, journal.core, [journal.first_pieces[u.param] for u in updates])
             else:
                 check = StepCheck(of_each)
-            part.formula.compute(ranges, alone, as_torch=as_torch, check=check)
+            part.formula.compute(ranges, alone, as_torch=self._place.as_torch, check=check)
             if journal is None:
                 arrays = (*((MASTER,) if ranges.rounded else ()), "value", *part.names, "gradient")
                 keys = [(u.param, array) for u in updates for array in arrays]

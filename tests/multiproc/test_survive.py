@@ -204,8 +204,7 @@ def train(
     else:
         model, loss_of = example(getattr(torch, dtype))
     num_files = len(os.listdir("/proc/self/fd"))
-    on_gpu = torch.cuda.is_available() and dtype == "float32"
-    kind = bmt.optim.AdamOffloadOptimizer if offload or on_gpu else bmt.optim.AdamOptimizer
+    kind = bmt.optim.AdamOffloadOptimizer if offload else bmt.optim.AdamOptimizer
     optimizer = kind(model.parameters(), lr=1e-2, weight_decay=1e-2)
     manager = bmt.optim.OptimManager()
     schedule = bmt.lr_scheduler.Linear(optimizer, start_lr=1e-2, warmup_iter=2, end_iter=20)
@@ -268,7 +267,9 @@ _plain: dict[Any, Any] = {}
 def undisturbed(dtype: str, offload: bool, long: bool = False) -> Any:
     key = dtype, offload, long
     if key not in _plain:
-        _plain[key] = run_ranks(1, train, dtype, offload, (), long, init={"virtual_shards": SHARDS})[0]
+        # On GPUs `survive` changes the order of operations of updates in fp32.
+        init = {"virtual_shards": SHARDS, "survive": int(torch.cuda.is_available())}
+        _plain[key] = run_ranks(1, train, dtype, offload, (), long, init=init)[0]
     return _plain[key]
 
 
@@ -534,20 +535,6 @@ def misuse() -> None:
 
 def test_misuse_raises():
     run_ranks(2, misuse, init={"virtual_shards": SHARDS, "survive": 1}, fresh=True)
-
-
-def fp32_on_gpus() -> None:
-    manager = bmt.optim.OptimManager()
-    manager.add_optimizer(
-        bmt.optim.AdamOptimizer(bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4)).parameters())
-    )
-    with pytest.raises(ValueError, match="expected 16-bit parameters, or AdamOffloadOptimizer"):
-        next(iter(bmt.virtual_shards(0)))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="of GPU ranks")
-def test_updates_with_bits_of_torch_are_refused_on_gpus():
-    run_ranks(2, fp32_on_gpus, init={"virtual_shards": SHARDS, "survive": 1}, fresh=True)
 
 
 def not_in_an_optimizer() -> None:

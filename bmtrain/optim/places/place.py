@@ -32,6 +32,8 @@ class Place:
     #: Arguments of the constructor, kept as attributes, that copies and pickles of an optimizer have.
     settings: ClassVar[tuple[str, ...]] = ("state_dtype",)
 
+    #: Whether fp32 parameters get the bits of torch's own optimizer, also where these differ from the CPU's kernels'.
+    as_torch = False
     #: Bytes of memory that state on drives passes through, and the most of whole matrices in the last step.
     disk_buffer_bytes = owner_bytes = 0
 
