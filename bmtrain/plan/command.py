@@ -117,6 +117,13 @@ def _add_policy(policy: _Group) -> None:
         help="where GPUs keep parameters, gradients and state of blocks (default: device)",
     )
     policy.add_argument(
+        "--host-share",
+        type=float,
+        default=1.0,
+        metavar="F",
+        help="share of the blocks that --parameters host is for",
+    )
+    policy.add_argument(
         "--disk",
         nargs="*",
         choices=DISK,
@@ -220,6 +227,7 @@ def _run(arguments: argparse.Namespace) -> int:
         optimizer=arguments.optimizer,
         survive=arguments.survive,
         parameters=arguments.parameters,
+        host_share=arguments.host_share,
         accumulate=arguments.accumulate,
         vertical=arguments.vertical,
         tp_size=arguments.tp,

@@ -42,6 +42,7 @@ class TrainingPolicy:
         survive: copies for the loss of a rank, as for :func:`bmtrain.init_distributed`.
         parameters: ``"host"`` keeps parameters, gradients and state of blocks in memory of the host; of CPU ranks they
             are there.
+        host_share: the share of the blocks that ``parameters="host"`` is for.
         disk: what blocks keep on drives: ``"optimizer"``, and with it ``"parameters"``, ``"gradients"`` or both.
         disk_share: the share of the blocks that do.
         vertical: the micro-batches of ``accumulate`` pass each block together
@@ -75,6 +76,7 @@ class TrainingPolicy:
     optimizer: Literal["adam", "muon"] = "adam"
     survive: bool = False
     parameters: Literal["device", "host"] = "device"
+    host_share: float = 1.0
     disk: tuple[str, ...] = ()
     disk_share: float = 1.0
     vertical: bool = False
@@ -96,6 +98,10 @@ class TrainingPolicy:
             raise ValueError(f"parameters: expected 'device' or 'host', got {self.parameters!r}")
         if self.parameters == "host" and self.level < 2:
             raise ValueError(f"level: expected 2 or 3 with parameters='host', got {self.level}")
+        if self.host_share != 1 and (self.parameters != "host" or self.disk):
+            raise ValueError(
+                f"host_share: expected 1 without parameters='host', or with disk, got {self.host_share}"
+            )
         if not set(self.disk) <= set(DISK):
             raise ValueError(f"disk: expected some of {', '.join(DISK)}, got {', '.join(self.disk)}")
         if self.disk and (self.state_dtype is torch.int8 or self.survive):
@@ -104,8 +110,9 @@ class TrainingPolicy:
             raise ValueError(
                 f"disk_share: expected disk as well, which it is a share of, got {self.disk_share}"
             )
-        if not 0 < self.disk_share <= 1:
-            raise ValueError(f"disk_share: expected more than 0, and at most 1, got {self.disk_share}")
+        for name in ("host_share", "disk_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name}: expected more than 0, and at most 1, got {getattr(self, name)}")
         if isinstance(self.recompute, bool):
             object.__setattr__(self, "recompute", Recompute.WHOLE if self.recompute else Recompute.OFF)
         object.__setattr__(self, "recompute", self.block_policy().recompute)
@@ -141,6 +148,8 @@ class TrainingPolicy:
         """The same choices as a Block's policy."""
         recompute: Any = self.recompute
         places: dict[str, Any] = {"parameters": self.parameters}
+        if self.host_share < 1:
+            places["parameters"] = {"host": self.host_share, "device": 1 - self.host_share}
         for name in self.disk:
             rest = self.parameters if name == "parameters" else "device"
             places[name] = (
@@ -165,6 +174,8 @@ class TrainingPolicy:
 
     def is_apart(self, number: int) -> bool:
         """Whether a device has the parameters of the block ``number`` only while they are in use."""
+        if self.host_share < 1:
+            return self.block_policy().of_block(number).parameters == "host"
         return self.parameters == "host" or "parameters" in self.on_disk(number)
 
     def as_dict(self) -> dict[str, Any]:

@@ -135,7 +135,8 @@ def _policy(plan: Plan) -> str:
     if policy.optimizer == "muon":
         inside = sum(block.num_parameters for block in plan.model.blocks)
         parts.append(f"Muon for matrices in blocks of {format_count(inside)} parameters, AdamW for others")
-    parts += ["blocks on the host"] * (policy.parameters == "host")
+    of_blocks = f"{policy.host_share:.0%} of the " * (policy.host_share < 1)
+    parts += [f"{of_blocks}blocks on the host"] * (policy.parameters == "host")
     parts += [f"offload {policy.offload:g}"] * bool(policy.offload) + ["survive"] * policy.survive
     share = f" for {policy.disk_share:g} of the blocks" * (policy.disk_share < 1)
     parts += [f"{' and '.join(policy.disk)} on drives{share}"] * bool(policy.disk)

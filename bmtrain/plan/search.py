@@ -14,6 +14,7 @@ from .policy import TrainingPolicy
 __all__ = ["choose_policy", "remedies"]
 
 _OFFLOADS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_HOST_SHARES = _OFFLOADS[1:]
 _MAX_DOUBLINGS = 10
 
 
@@ -22,8 +23,8 @@ def choose_policy(
     machine: Machine,
     base: TrainingPolicy | None = None,
 ) -> Plan | None:
-    """The fastest plan that fits, over ZeRO level, recomputation, offload and micro-batch; blocks of GPUs are on the
-    host where nothing fits without.
+    """The fastest plan that fits, over ZeRO level, recomputation, offload and micro-batch; where nothing fits,
+    over those with as few quarters of the blocks on the host of GPUs as fit.
 
     Args:
         model: the model to train.
@@ -56,7 +57,8 @@ def choose_policy(
                 if found is not None:
                     break  # a larger share on the host is slower
     if best is None and _may_move(base, machine):
-        return choose_policy(model, machine, replace(base, level=3, parameters="host"))
+        moved = (replace(base, level=3, parameters="host", host_share=share) for share in _HOST_SHARES)
+        return next((plan for policy in moved if (plan := choose_policy(model, machine, policy))), None)
     return best
 
 
@@ -134,7 +136,9 @@ def remedies(plan: Plan) -> list[str]:
     found, kinds = [], set()
     changes = list(_changes(plan.policy))
     if plan.policy.level >= 2 and _may_move(plan.policy, plan.machine):
-        changes.append(("blocks on the host (--parameters host)", replace(plan.policy, parameters="host")))
+        for share in _HOST_SHARES:
+            words = f"{share:.0%} of the blocks on the host (--parameters host --host-share {share:g})"
+            changes.append((words, replace(plan.policy, parameters="host", host_share=share)))
     for change, policy in changes:
         kind = change.rpartition("(")[2].split()[0]
         if kind not in kinds and estimate(plan.model, plan.machine, policy).fits:

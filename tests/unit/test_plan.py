@@ -387,6 +387,10 @@ def test_blocks_on_the_host_are_copied_for_each_pass() -> None:
     assert 6 * layers * shard <= own_state <= 6 * layers * shard + 64 * 1024
     assert without.memory.weights - plan.memory.weights == layers * shard
     assert without.memory.gradients - plan.memory.gradients == layers * shard
+    two = estimate(model, machine, TrainingPolicy(parameters="host", host_share=0.4))
+    assert two.traffic["to the host"] == (2, 2 * shard)
+    assert two.memory.host == pytest.approx(0.4 * plan.memory.host, rel=0.002)
+    assert without.memory.weights - two.memory.weights == 2 * shard
     assert plan.time.step > without.time.step + layers * shard / machine.pcie_bandwidth / layers
     slow = estimate(model, dataclasses.replace(machine, host_bandwidth=machine.host_bandwidth / 3), policy)
     assert slow.time.host == pytest.approx(3 * plan.time.host)
@@ -397,11 +401,13 @@ def test_blocks_are_on_the_host_where_nothing_else_fits() -> None:
     model, machine = gpt2(6, 16384, 128), MACHINES["a100-80gb"].with_devices(1)
     plan = estimate(model, machine, TrainingPolicy(offload=1.0))
     assert not plan.fits
-    assert "blocks on the host (--parameters host)" in remedies(plan)
+    assert "50% of the blocks on the host (--parameters host --host-share 0.5)" in remedies(plan)
     chosen = choose_policy(model, machine)
     assert chosen is not None
     assert chosen.fits
     assert chosen.policy.parameters == "host"
+    less = dataclasses.replace(chosen.policy, host_share=chosen.policy.host_share - 0.25, micro_batch=1)
+    assert not estimate(model, machine, less).fits
 
 
 def test_time_and_memory_with_blocks_on_the_host_are_near_those_of_a_card() -> None:
@@ -429,6 +435,12 @@ def test_time_and_memory_with_blocks_on_the_host_are_near_those_of_a_card() -> N
             "disk: expected parameters='host', or 'parameters' on",
         ),
         ({"parameters": "disk"}, "parameters: expected 'device' or 'host', got 'disk'"),
+        ({"host_share": 0.5, "parameters": "device"}, "host_share: expected 1 without parameters='host'"),
+        (
+            {"host_share": 0.5, "disk": ("optimizer",)},
+            "host_share: expected 1 without parameters='host', or with",
+        ),
+        ({"host_share": 0}, "host_share: expected more than 0, and at most 1, got 0"),
     ],
 )
 def test_refused_combinations_with_blocks_on_the_host(options: dict[str, Any], words: str) -> None:
