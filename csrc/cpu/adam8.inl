@@ -113,16 +113,15 @@ template <Codes kCodes>
   Words::Part zero;
   fill_part(zero, zero_code);
   for (Words::Part& part : words.part) {
-    Words::Part magnitude;
     if constexpr (kCodes == Codes::kSigned) {
-      part = (Words::Part)((Words::SignedPart)part >> kBelowCode);
-      magnitude = part & masks.decoded_magnitude;
-      part &= masks.decoded;
+      const auto code = (Words::Part)((Words::SignedPart)part >> kBelowCode);
+      part = (code & masks.decoded) + zero;
+      clear_where_0(part, code, masks.decoded_magnitude);
     } else {
-      magnitude = part >>= kBelowCode;
+      const Words::Part code = part >> kBelowCode;
+      part = code + zero;
+      clear_where_0(part, code, code);
     }
-    part += zero;
-    clear_where_0(part, magnitude);
   }
   split_words(x, words);
 }
@@ -169,20 +168,14 @@ template <Codes kCodes>
 // [Note: Two sweeps over a group]
 // A weight waits for a root and a division, a code for the largest number of its block. A processor that
 // takes all of an element before the next waits with them. So the first sweep over the blocks of a group ends
-// at roots, the second one has the divisions, and the codes are made in the first sweep over the next group,
-// block by block before its moments take their place: each has enough to compute meanwhile.
+// at roots, and the second one has the divisions. While it waits for these, it makes the codes of the group
+// before: the first sweep has more to compute than its roots take.
 struct GroupScratch {
   alignas(64) float steps[kGroup];  // what is divided
   alignas(64) float roots[kGroup];
-  // Moments with their noise, first those of the first moment, and the largest magnitudes.
-  Words words[2 * kTogether][kUnits];
-  Words largest[2 * kTogether];
-  GroupExponents exponents;  // of these moments
+  Words words[2 * kTogether][kUnits];  // moments with their noise, first those of the first moment
+  GroupExponents exponents;            // of these moments
 };
-
-static inline void take_largest(Words::Part& largest, const Words::Part& x, bool is_first) {
-  largest = is_first ? x : x > largest ? x : largest;
-}
 
 // Makes the blocks that are not finite decode to NaN, by codes in memory that will be replaced.
 static void decode_to_nan(GroupExponents& group, const CodedMoments& coded) {
@@ -221,21 +214,26 @@ template <typename Grad>
     v[at] = min_of(moments.exp_avg_sq, infinity);
     add_noise(f, w, m[at], v[at]);
   }
-  Words& first = scratch.words[k][unit];
-  Words& second = scratch.words[kTogether + k][unit];
-  join_words(first, m);
-  join_words(second, v);
-  for (int i = 0; i < Words::kParts; ++i) {
-    take_largest(scratch.largest[k].part[i], first.part[i] & masks.magnitude, unit == 0);
-    take_largest(scratch.largest[kTogether + k].part[i], second.part[i], unit == 0);
-  }
+  join_words(scratch.words[k][unit], m);
+  join_words(scratch.words[kTogether + k][unit], v);
 }
 
 // The exponent of a block is that of the power of two at or above all that is encoded, at least 2^-94, so
 // that codes of zeros are 0.
 static inline void choose_exponents(GroupScratch& scratch, const CodeMasks& masks) {
+  Words magnitudes[2 * kTogether];
+  for (int k = 0; k < 2 * kTogether; ++k) {
+    for (int i = 0; i < Words::kParts; ++i) {
+      for (int unit = 0; unit < kUnits; ++unit) {
+        Words::Part x = scratch.words[k][unit].part[i];
+        if (k < kTogether) x &= masks.magnitude;
+        Words::Part& largest = magnitudes[k].part[i];
+        largest = unit == 0 ? x : x > largest ? x : largest;
+      }
+    }
+  }
   U16x8 largest;
-  max_of_words(largest, scratch.largest);
+  max_of_words(largest, magnitudes);
   U16x8 exponents = ((largest >> kBelowCode) + 7) >> (kExponent - kBelowCode);
   exponents = exponents > masks.least_exponents ? exponents : masks.least_exponents;
   exponents = exponents < masks.not_finite ? exponents : masks.not_finite;
@@ -263,13 +261,13 @@ static inline void store_exponents(const GroupExponents& group, const CodedMomen
   }
 }
 
-// Updates kTogether blocks, encodes those of the group before, and fetches as many ahead, a part in each
-// sweep: a burst would be waited for.
+// Updates kTogether blocks, encodes those of the group before unless that is nullptr, and fetches as many
+// ahead, a part in each sweep: a burst would be waited for.
 template <typename Grad, typename Rounded>
 [[gnu::always_inline]] static inline void adam_group(const AdamFactors& f, const AdamVectors& c,
                                                      const CodeMasks& masks, const Grad* grad, float* weight,
                                                      Rounded* rounded, const CodedMoments& coded,
-                                                     bool is_first, GroupScratch& scratch) {
+                                                     GroupScratch& scratch, const GroupScratch* before) {
   GroupExponents group;
   group.load(coded, masks);
   if (!group.all_finite()) [[unlikely]]
@@ -278,13 +276,9 @@ template <typename Grad, typename Rounded>
     const std::int64_t ahead = kCodedAhead + k * kMomentBlock;
     __builtin_prefetch(weight + ahead, 1);
     __builtin_prefetch(weight + ahead + 16, 1);
-    if (!is_first) [[likely]]
-      encode_block(scratch, masks, k, coded.from(-kGroup));
     for (int unit = 0; unit < kUnits; ++unit)
       take_moments(f, c, masks, group, k, unit, grad, weight, coded, scratch);
   }
-  if (!is_first) [[likely]]
-    store_exponents(scratch.exponents, coded.from(-kGroup));
   for (int k = 0; k < kTogether; ++k) {
     const std::int64_t begin = k * kMomentBlock;
     __builtin_prefetch(grad + begin + kCodedAhead);
@@ -296,7 +290,11 @@ template <typename Grad, typename Rounded>
       store(weight + i, updated);
       if constexpr (sizeof(Rounded) == 2) store(rounded + i, updated);
     }
+    if (before != nullptr) [[likely]]
+      encode_block(*before, masks, k, coded.from(-kGroup));
   }
+  if (before != nullptr) [[likely]]
+    store_exponents(before->exponents, coded.from(-kGroup));
   choose_exponents(scratch, masks);
 }
 
@@ -308,19 +306,23 @@ static void adam_coded_pass(const AdamSlice& slice, std::int64_t begin, std::int
   const AdamVectors c = vectors_of(f);
   CodeMasks masks;
   fill(masks);
-  GroupScratch scratch;
+  GroupScratch scratch[2];  // of a group, and of the one before it
+  GroupScratch* now = &scratch[0];
+  GroupScratch* before = nullptr;
   const Grad* const grad = static_cast<const Grad*>(slice.grad);
   Rounded* const rounded = static_cast<Rounded*>(slice.rounded);
   float* const weight = slice.weight;
   const CodedMoments coded = {slice.coded_exp_avg, slice.coded_exp_avg_sq};
   std::int64_t i = begin;
   for (; i + kGroup <= end; i += kGroup) {
-    adam_group(f, c, masks, grad + i, weight + i, kRounded ? rounded + i : nullptr, coded.from(i), i == begin,
-               scratch);
+    adam_group(f, c, masks, grad + i, weight + i, kRounded ? rounded + i : nullptr, coded.from(i), *now,
+               before);
+    before = now;
+    now = &scratch[now == &scratch[0] ? 1 : 0];
   }
-  if (i != begin) {
-    for (int k = 0; k < kTogether; ++k) encode_block(scratch, masks, k, coded.from(i - kGroup));
-    store_exponents(scratch.exponents, coded.from(i - kGroup));
+  if (before != nullptr) {
+    for (int k = 0; k < kTogether; ++k) encode_block(*before, masks, k, coded.from(i - kGroup));
+    store_exponents(before->exponents, coded.from(i - kGroup));
   }
   const std::int64_t rest = end - i;
   if (rest == 0) return;

@@ -66,9 +66,9 @@ static inline void join_words(Words& words, const F32x16 (&x)[1]) {
 static inline void subtract_to_0(Words::Part& x, const Words::Part& y) {
   x = (Words::Part)_mm256_subs_epu16((__m256i)x, (__m256i)y);
 }
-// 0 where y, which is below 2^15, is 0.
-static inline void clear_where_0(Words::Part& x, const Words::Part& y) {
-  x = (Words::Part)_mm256_sign_epi16((__m256i)x, (__m256i)y);
+// 0 where y has no bit of the mask; both have none at 2^15.
+static inline void clear_where_0(Words::Part& x, const Words::Part& y, const Words::Part& mask) {
+  x = (Words::Part)_mm256_sign_epi16((__m256i)x, (__m256i)(y & mask));
 }
 // The largest word of each block.
 static inline void max_of_words(U16x8& largest, const Words (&words)[8]) {

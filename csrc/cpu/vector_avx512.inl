@@ -24,9 +24,9 @@ static inline void store(Bf16* p, F32x16 x) {
   const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
   __m512i rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
   rounded = _mm512_mask_sub_epi32(rounded, odd, rounded, _mm512_set1_epi32(-1));
-  const __mmask16 nan = _mm512_cmp_ps_mask(x.part[0], x.part[0], _CMP_UNORD_Q);
-  rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
-  store_upper_halves(p, {_mm512_castsi512_ps(rounded)});
+  // The table of this operation: a NaN stays one, and what is none keeps the rounded bits.
+  const __m512i nans = _mm512_set1_epi32(0x22);
+  store_upper_halves(p, {_mm512_fixupimm_ps(_mm512_castsi512_ps(rounded), x.part[0], nans, 0)});
 }
 
 // Codes in the upper bytes of words.
@@ -58,9 +58,9 @@ static inline void join_words(Words& words, const F32x16 (&x)[2]) {
 static inline void subtract_to_0(Words::Part& x, const Words::Part& y) {
   x = (Words::Part)_mm512_subs_epu16((__m512i)x, (__m512i)y);
 }
-// 0 where y is 0.
-static inline void clear_where_0(Words::Part& x, const Words::Part& y) {
-  x = (Words::Part)_mm512_maskz_mov_epi16(_mm512_test_epi16_mask((__m512i)y, (__m512i)y), (__m512i)x);
+// 0 where y has no bit of the mask.
+static inline void clear_where_0(Words::Part& x, const Words::Part& y, const Words::Part& mask) {
+  x = (Words::Part)_mm512_maskz_mov_epi16(_mm512_test_epi16_mask((__m512i)y, (__m512i)mask), (__m512i)x);
 }
 // The largest word of each block.
 static inline void max_of_words(U16x8& largest, const Words (&words)[8]) {
@@ -98,8 +98,8 @@ static inline F32x16 div_by(F32x16 x, const Divisor& d) {
   const __m512 q =
       _mm512_fmadd_ps(x.part[0], high, _mm512_mul_ps(x.part[0], _mm512_set1_ps(d.reciprocal_rest)));
   const __m512 rest = _mm512_fnmadd_ps(q, _mm512_set1_ps(d.value), x.part[0]);
-  const __mmask16 finite = _mm512_cmp_ps_mask(x.part[0], _mm512_set1_ps(__builtin_inff()), _CMP_NEQ_UQ);
-  return {_mm512_mask_mov_ps(x.part[0], finite, _mm512_fmadd_ps(rest, high, q))};
+  const __m512i infinities = _mm512_set1_epi32(0x110000);  // stay as they are
+  return {_mm512_fixupimm_ps(_mm512_fmadd_ps(rest, high, q), x.part[0], infinities, 0)};
 }
 
 static inline F32x16 max_magnitude(F32x16 a, F32x16 b) {

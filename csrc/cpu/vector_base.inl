@@ -105,8 +105,10 @@ static inline void join_words(Words& words, const F32x16 (&x)[1]) {
 }
 // x - y, or 0 where that is less.
 static inline void subtract_to_0(Words::Part& x, const Words::Part& y) { x = (x > y ? x : y) - y; }
-// 0 where y is 0.
-static inline void clear_where_0(Words::Part& x, const Words::Part& y) { x = y == 0 ? y : x; }
+// 0 where y has no bit of the mask.
+static inline void clear_where_0(Words::Part& x, const Words::Part& y, const Words::Part& mask) {
+  x = (y & mask) == 0 ? y & mask : x;
+}
 // The largest word of each block.
 static inline void max_of_words(U16x8& largest, const Words (&words)[8]) {
   for (int i = 0; i < 8; ++i) {

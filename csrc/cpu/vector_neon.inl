@@ -66,9 +66,9 @@ static inline void join_words(Words& words, const F32x16 (&x)[1]) {
 static inline void subtract_to_0(Words::Part& x, const Words::Part& y) {
   x = (Words::Part)vqsubq_u16((uint16x8_t)x, (uint16x8_t)y);
 }
-// 0 where y is 0.
-static inline void clear_where_0(Words::Part& x, const Words::Part& y) {
-  x = (Words::Part)vandq_u16((uint16x8_t)x, vtstq_u16((uint16x8_t)y, (uint16x8_t)y));
+// 0 where y has no bit of the mask.
+static inline void clear_where_0(Words::Part& x, const Words::Part& y, const Words::Part& mask) {
+  x = (Words::Part)vandq_u16((uint16x8_t)x, vtstq_u16((uint16x8_t)y, (uint16x8_t)mask));
 }
 // The largest word of each block.
 static inline void max_of_words(U16x8& largest, const Words (&words)[8]) {
