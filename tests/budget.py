@@ -33,7 +33,7 @@ CORE = {
     "shard": ("shard", 2760),
     "disk": ("disk", 844),
     "optim": ("optim", 2133),
-    "cpu": ("cpu", 2283),
+    "cpu": ("cpu", 2284),
     "cuda": ("cuda", 1514),
     "packaging": ("packaging", 86),
     "testing": ("testing", 204),

@@ -279,6 +279,7 @@ template <typename Grad, typename Rounded>
     for (int unit = 0; unit < kUnits; ++unit)
       take_moments(f, c, masks, group, k, unit, grad, weight, coded, scratch);
   }
+#pragma GCC unroll 4
   for (int k = 0; k < kTogether; ++k) {
     const std::int64_t begin = k * kMomentBlock;
     __builtin_prefetch(grad + begin + kCodedAhead);
