@@ -22,9 +22,9 @@ PYTHON = {
     "engine": ("_engine", 8530),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5670),
     "files": ("_files dcp distributed store weights", 4666),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10148),
-    "survive": ("_survive survive", 2765),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_984),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10151),
+    "survive": ("_survive survive", 2760),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 14_008),
 }
 CORE = {
     "bindings": (". bindings ops", 1505),
