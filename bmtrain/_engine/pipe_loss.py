@@ -96,6 +96,7 @@ class Head:
         num_parts: int,
     ) -> None:
         self._module = module
+        self._params = params
         self.labels = labels
         self._parts = [
             {
@@ -118,6 +119,8 @@ class Head:
 
     def take_gradients(self, is_used: Sequence[float]) -> list[torch.Tensor | None]:
         """Returns the gradients of the parameters on this rank; zeros on the other stages, which have none."""
+        for param, used in zip(self._params, is_used, strict=True):
+            param._is_unused = not used
         return [
             torch.zeros_like(leaf) if gradient is None and used else gradient
             for (leaf, gradient), used in zip(self._take(0), is_used, strict=True)

@@ -41,6 +41,9 @@ class OpAllGather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
         engine = context().engine
+        is_unused, ctx.param._is_unused = ctx.param._is_unused, False
+        if grad is None and not is_unused:  # from a function that may have returned a gradient on other ranks
+            grad = torch.zeros(ctx.spec.shape, dtype=ctx.param.dtype, device=context().device)
         gradient = None if grad is None else engine.gradients.of_parameter(ctx.param, grad)
         if gradient is None:
             return None

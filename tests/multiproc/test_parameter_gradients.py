@@ -222,3 +222,26 @@ def hooks(form: str) -> None:
 @pytest.mark.parametrize("form", ["bare", "before", "after", "kept"])
 def test_hooks_see_the_full_gradient(world: int, form: str) -> None:
     run_ranks(world, hooks, form)
+
+
+class OnRank0(torch.autograd.Function):
+    """As kernels of experts whose rank has no tokens, it returns no gradient on the other ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor | None:
+        return None if bmt.rank() else gradient
+
+
+def gradient_on_one_rank() -> None:
+    weight = bmt.DistributedParameter(torch.ones(5))
+    for number in (1.0, 2.0):
+        OnRank0.apply(weight.gather()).sum().backward()
+        assert torch.equal(full_gradient(weight), torch.full((5,), number))
+
+
+def test_a_function_may_return_no_gradient_on_some_ranks() -> None:
+    run_ranks(2, gradient_on_one_rank)
