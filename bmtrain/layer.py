@@ -135,9 +135,9 @@ class DistributedModule(torch.nn.Module):
         forget_block(state)
         return state
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         make_moved_shards(self, fn)
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, *args, **kwargs)  # a metric of torchmetrics takes none of 'recurse'
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         install_hooks_below(self)

@@ -250,6 +250,15 @@ class Concrete(Abstract):
         return self.layers[0](x)
 
 
+class Metric(nn.Linear):
+    """Moves more than its parameters, by a method with other arguments than Module's, as metrics of torchmetrics."""
+
+    def _apply(self, fn: typing.Any, exclude_state: typing.Sequence[str] = "") -> nn.Module:
+        assert "total" not in exclude_state
+        self.total = fn(torch.ones(1))
+        return super()._apply(fn)
+
+
 _Item = typing.TypeVar("_Item")
 
 
@@ -275,10 +284,12 @@ def check_small_modules() -> None:
         Concrete(),
         Typed[int](6, 6),
         nn.ModuleList([Concrete()]),
+        Metric(6, 6),
     ):
         model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
         assert isinstance(model, type(plain))
         assert list(pickle.loads(pickle.dumps(model)).state_dict()) == list(plain.state_dict())
+        assert model.double().float() is model
         if isinstance(plain, nn.ModuleList):
             plain, model = plain[0], model[0]
         args = (x, x, x) if isinstance(plain, nn.MultiheadAttention) else (x,)
