@@ -358,7 +358,7 @@ class StepCheck:
     before: list[int]
     after: list[int]
 
-def step_on_host(
+def step_of_groups(
     formula: str,
     lists: Sequence[Any],
     sizes: Sequence[int],

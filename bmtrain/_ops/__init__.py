@@ -1,6 +1,6 @@
-"""Operators of the C++ core (``torch.ops.bmtrain.*``): typed wrappers and fake kernels.
+"""Operators of the C++ core (``torch.ops.bmtrain.*``): typed wrappers and fake kernels; and steps of optimizers.
 
-They take CPU tensors; in a build with CUDA, `has_kernels` shows whether an operator also takes GPU tensors.
+They take CPU tensors; in a build with CUDA, `has_kernels` and `has_steps` show which also take GPU tensors.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ __all__ = [
     "cross_entropy_sums",
     "has_inf_nan",
     "has_kernels",
+    "has_steps",
     "ordered_sum_",
     "scale_",
     "squared_sum",
@@ -44,3 +45,8 @@ def has_kernels(op: str, device: str) -> bool:
     """
     key = {"cpu": "CPU", "cuda": "CUDA"}.get(device)
     return key is not None and bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"bmtrain::{op}", key))
+
+
+def has_steps(device: str) -> bool:
+    """Whether the core was built with kernels of `step_of_groups` for a type of device: with all kernels, or none."""
+    return has_kernels("scale_", device)

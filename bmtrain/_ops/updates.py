@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._C import step_on_host
+from .._C import step_of_groups
 
 _ops = torch.ops.bmtrain
 
@@ -40,31 +39,6 @@ class DeltaSums(NamedTuple):
 
     total: float
     squares: float
-
-
-def step_of_groups(
-    formula: str,
-    lists: Sequence[Any],
-    sizes: Sequence[int],
-    groups: Sequence[Mapping[str, Any]],
-    **flags: Any,
-) -> Any:
-    """Updates the tensors of several parameter groups in one call of the core.
-
-    Args:
-        formula: ``"adam"``, ``"sgd"`` or ``"lion"``.
-        lists: operands of the operator, weights first, group after group.
-        sizes: number of tensors of each group.
-        groups: options of each group, by the operator's names.
-        flags: options of the operator for all groups, and on the host ``check``.
-
-    Returns:
-        The result of the operator.
-    """
-    if lists[0][0].is_cpu:
-        return step_on_host(formula, lists, sizes, groups, **flags)
-    numbers = {name: [group[name] for group in groups] for name in groups[0]}
-    return getattr(_ops, f"{formula}_")(*lists, sizes=sizes, **numbers, **flags)
 
 
 def adam_(
@@ -105,23 +79,22 @@ def adam_(
     """
     if not ranges.weights:
         return DeltaSums(0.0, 0.0)
-    sums = _ops.adam_(
-        *ranges,
-        sizes=[len(ranges.weights)],
-        lr=[lr],
-        beta1=[betas[0]],
-        beta2=[betas[1]],
-        eps=[eps],
-        weight_decay=[weight_decay],
-        scale=[scale],
-        decoupled=[decoupled],
-        maximize=[maximize],
-        folded=[folded],
-        hold_steps=[hold_steps],
-        as_torch=as_torch,
-        with_delta=with_delta,
+    group = {
+        "lr": lr,
+        "beta1": betas[0],
+        "beta2": betas[1],
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "scale": scale,
+        "decoupled": decoupled,
+        "maximize": maximize,
+        "folded": folded,
+        "hold_steps": hold_steps,
+    }
+    sizes = [len(ranges.weights)]
+    return DeltaSums(
+        *step_of_groups("adam", ranges, sizes, [group], as_torch=as_torch, with_delta=with_delta)
     )
-    return DeltaSums(*sums)
 
 
 def adam_move_(ranges: AdamRanges) -> None:

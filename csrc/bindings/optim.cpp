@@ -14,6 +14,7 @@
 #include "common/word_sum.h"
 #include "cpu/isa.h"
 #include "cpu/kernels.h"
+#include "ops/ops_cuda.h"
 #include "optim/adam.h"
 #include "optim/momentum.h"
 #include "optim/offload_update.h"
@@ -28,14 +29,24 @@ using Tensors = std::vector<at::Tensor>;
 using Integers = std::vector<std::int64_t>;
 using Dicts = std::vector<py::dict>;
 
+// TypeError for a value of another type.
+template <typename T>
+T named(const char* name, const char* expected, const py::handle& value) {
+  try {
+    return py::cast<T>(value);
+  } catch (const py::cast_error&) {
+    throw TypeError(std::string(name) + ": expected " + expected + ", got " + Py_TYPE(value.ptr())->tp_name);
+  }
+}
+
 // The options of groups, each a dict by their names.
-template <typename Lists>
-Groups<typename Lists::Options> groups_from(const Integers& sizes, const Dicts& dicts) {
-  Groups<typename Lists::Options> groups{sizes, std::vector<typename Lists::Options>(dicts.size())};
-  Lists::each_option([&](const char* name, auto option, auto) {
+template <typename Options>
+Groups<Options> groups_from(const Integers& sizes, const Dicts& dicts) {
+  Groups<Options> groups{sizes, std::vector<Options>(dicts.size())};
+  Options::each_option([&](const char* name, auto option) {
     for (std::size_t g = 0; g < dicts.size(); ++g) {
       auto& value = groups.options[g].*option;
-      value = py::cast<std::decay_t<decltype(value)>>(dicts[g][name]);
+      value = named<std::decay_t<decltype(value)>>(name, "a number", dicts[g][name]);
     }
   });
   return groups;
@@ -47,20 +58,25 @@ template <typename Call>
 auto with_operands(const std::string& formula, const py::sequence& lists, const Integers& sizes,
                    const Dicts& groups, const Call& call) {
   const bool is_adam = formula == "adam";
-  const std::size_t num_lists = is_adam ? 5 : 4, expected = num_lists + (formula == "lion" ? 0 : 1);
+  const std::vector<const char*> names =
+      is_adam ? std::vector{"weights", "rounded", "grads", "exp_avgs", "exp_avg_sqs", "steps"}
+              : std::vector{"weights", "rounded", "grads", "momenta", "fresh"};
+  const std::size_t num_lists = names.size() - 1, expected = num_lists + (formula == "lion" ? 0 : 1);
   BMT_CHECK(ValueError, is_adam || formula == "sgd" || formula == "lion",
             "formula: expected adam, sgd or lion, got ", formula);
   BMT_CHECK(ValueError, lists.size() == expected, "lists: expected ", expected, " for ", formula, ", got ",
             lists.size());
   std::vector<Tensors> tensors;
-  for (std::size_t i = 0; i < num_lists; ++i) tensors.push_back(lists[i].cast<Tensors>());
-  const Integers numbers = lists.size() > num_lists ? lists[num_lists].cast<Integers>() : Integers();
+  for (std::size_t i = 0; i < num_lists; ++i)
+    tensors.push_back(named<Tensors>(names[i], "a list of tensors", lists[i]));
+  Integers numbers;
+  if (expected > num_lists) numbers = named<Integers>(names.back(), "a list of integers", lists[num_lists]);
   const StepTensors step{tensors[0], tensors[1], tensors[2]};
   if (is_adam)
-    return call(AdamTensors{step, tensors[3], tensors[4], numbers}, groups_from<AdamLists>(sizes, groups));
+    return call(AdamTensors{step, tensors[3], tensors[4], numbers}, groups_from<AdamOptions>(sizes, groups));
   const MomentumTensors operands{step, tensors[3], numbers};
-  return formula == "sgd" ? call(operands, groups_from<SgdLists>(sizes, groups))
-                          : call(operands, groups_from<LionLists>(sizes, groups));
+  return formula == "sgd" ? call(operands, groups_from<SgdOptions>(sizes, groups))
+                          : call(operands, groups_from<LionOptions>(sizes, groups));
 }
 
 void add(OffloadUpdate& self, const std::string& formula, const py::sequence& lists, const Integers& sizes,
@@ -70,25 +86,38 @@ void add(OffloadUpdate& self, const std::string& formula, const py::sequence& li
   });
 }
 
+bool is_on_gpu(at::TensorList weights) {
+  return !weights.empty() && weights[0].is_cuda() && ops::has_cuda_kernels != nullptr &&
+         ops::has_cuda_kernels();
+}
+
 // [Note: Steps past the dispatcher]
-// The operators of a step take a dozen lists, which torch's dispatcher packs and unpacks in 10 us, and more
-// for each tensor: a third of that for the same function called as it is. Optimizers of host tensors come
-// here; the operators are for GPUs, and for tensors without data.
-std::tuple<double, double> step_on_host(const std::string& formula, const py::sequence& lists,
-                                        const Integers& sizes, const Dicts& groups, bool as_torch,
-                                        bool with_delta, StepCheck* check) {
+// A step is no operator of torch's dispatcher, which would pack and unpack its dozen lists in 10 us, and more
+// for each tensor: a third of that for a function called as it is.
+std::tuple<double, double> step_of_groups(const std::string& formula, const py::sequence& lists,
+                                          const Integers& sizes, const Dicts& groups, bool as_torch,
+                                          bool with_delta, StepCheck* check) {
   const auto step = [&](const auto& tensors, auto options) -> std::tuple<double, double> {
-    if constexpr (std::is_same_v<decltype(options), AdamGroups>) {
+    constexpr bool is_adam = std::is_same_v<decltype(options), AdamGroups>;
+    BMT_CHECK(ValueError, is_adam || (!as_torch && !with_delta), formula,
+              ": expected no as_torch and no with_delta");
+    const py::gil_scoped_release no_gil;
+    cpu::DeltaSums sums;
+    if (is_on_gpu(tensors.step.weights)) {
+      BMT_CHECK(ValueError, !with_delta && check == nullptr, formula,
+                ": sums of updates are for CPU tensors");
+      auto slices = slices_of(tensors, options);
+      if constexpr (is_adam) {
+        for (cpu::AdamSlice& slice : slices) slice.factors.as_multi_tensor = as_torch;
+      }
+      ops::step_on_cuda(slices, tensors.step.weights[0].device());
+    } else if constexpr (is_adam) {
       for (AdamOptions& group : options.options) group.as_torch = as_torch;
-      const py::gil_scoped_release no_gil;
-      const cpu::DeltaSums sums = step_on_cpu(tensors, options, with_delta, check);
-      return {sums.sum, sums.sum_of_squares};
+      sums = step_on_cpu(tensors, options, with_delta, check);
     } else {
-      BMT_CHECK(ValueError, !as_torch && !with_delta, formula, ": expected no as_torch and no with_delta");
-      const py::gil_scoped_release no_gil;
       step_on_cpu(tensors, options, check);
-      return {0, 0};
     }
+    return {sums.sum, sums.sum_of_squares};
   };
   return with_operands(formula, lists, sizes, groups, step);
 }
@@ -186,10 +215,13 @@ void bind_steps(py::module_& module) {
            py::arg("factors"), py::arg("journal") = nullptr, py::arg("first_pieces") = Integers())
       .def_readonly("before", &StepCheck::before)
       .def_readonly("after", &StepCheck::after);
-  module.def("step_on_host", &step_on_host, py::arg("formula"), py::arg("lists"), py::arg("sizes"),
-             py::arg("groups"), py::kw_only(), py::arg("as_torch") = false, py::arg("with_delta") = false,
-             py::arg("check") = nullptr,
-             "What the formula's operator does to CPU tensors; groups are dicts.");
+  module.def(
+      "step_of_groups", &step_of_groups, py::arg("formula"), py::arg("lists"), py::arg("sizes"),
+      py::arg("groups"), py::kw_only(), py::arg("as_torch") = false, py::arg("with_delta") = false,
+      py::arg("check") = nullptr,
+      "Updates tensors by a formula, adam, sgd or lion. lists: its operands, weights first, group after "
+      "group; sizes: the number of tensors of each group; groups: its options, a dict. Returns the sums "
+      "of with_delta.");
 }
 
 }  // namespace

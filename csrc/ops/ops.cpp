@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <tuple>
 #include <vector>
 
 #include "common/check.h"
@@ -16,7 +15,6 @@
 #include "common/typed.h"
 #include "cpu/kernels.h"
 #include "optim/adam.h"
-#include "optim/momentum.h"
 
 namespace bmtrain::ops {
 
@@ -141,35 +139,6 @@ at::Tensor has_inf_nan(at::TensorList tensors) {
   return scalar(found, at::kBool);
 }
 
-std::tuple<double, double> adam(at::TensorList weights, at::TensorList rounded, at::TensorList grads,
-                                at::TensorList exp_avgs, at::TensorList exp_avg_sqs, at::IntArrayRef steps,
-                                at::IntArrayRef sizes, Numbers lr, Numbers beta1, Numbers beta2, Numbers eps,
-                                Numbers weight_decay, Numbers scale, at::IntArrayRef decoupled,
-                                at::IntArrayRef maximize, at::IntArrayRef folded, at::IntArrayRef hold_steps,
-                                bool as_torch, bool with_delta) {
-  AdamGroups groups = groups_of(
-      AdamLists{sizes, lr, beta1, beta2, eps, weight_decay, scale, decoupled, maximize, folded, hold_steps});
-  for (AdamOptions& options : groups.options) options.as_torch = as_torch;
-  const cpu::DeltaSums sums =
-      step_on_cpu({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, groups, with_delta);
-  return {sums.sum, sums.sum_of_squares};
-}
-
-void sgd(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList momenta,
-         at::IntArrayRef fresh, at::IntArrayRef sizes, Numbers lr, Numbers momentum, Numbers dampening,
-         Numbers weight_decay, Numbers scale, at::IntArrayRef nesterov, at::IntArrayRef maximize) {
-  const SgdGroups groups =
-      groups_of(SgdLists{sizes, lr, momentum, dampening, weight_decay, scale, nesterov, maximize});
-  step_on_cpu({{weights, rounded, grads}, momenta, fresh}, groups);
-}
-
-void lion(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList momenta,
-          at::IntArrayRef sizes, Numbers lr, Numbers beta1, Numbers beta2, Numbers weight_decay,
-          Numbers scale, at::IntArrayRef maximize) {
-  const LionGroups groups = groups_of(LionLists{sizes, lr, beta1, beta2, weight_decay, scale, maximize});
-  step_on_cpu({{weights, rounded, grads}, momenta, {}}, groups);
-}
-
 void adam_move(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList exp_avgs,
                at::TensorList exp_avg_sqs) {
   const std::vector<std::int64_t> steps(weights.size(), 1);
@@ -196,19 +165,6 @@ TORCH_LIBRARY(bmtrain, m) {
   m.def("abs_power_sum(Tensor[] tensors, float p) -> Tensor");
   m.def("has_inf_nan(Tensor[] tensors) -> Tensor");
   m.def(
-      "adam_(Tensor(a!)[] weights, Tensor(b!)[] rounded, Tensor[] grads, Tensor(c!)[] exp_avgs, "
-      "Tensor(d!)[] exp_avg_sqs, int[] steps, *, int[] sizes, float[] lr, float[] beta1, float[] beta2, "
-      "float[] eps, float[] weight_decay, float[] scale, int[] decoupled, int[] maximize, int[] folded, "
-      "int[] hold_steps, bool as_torch=False, bool with_delta=False) -> (float, float)");
-  m.def(
-      "sgd_(Tensor(a!)[] weights, Tensor(b!)[] rounded, Tensor[] grads, Tensor(c!)[] momenta, int[] fresh, "
-      "*, int[] sizes, float[] lr, float[] momentum, float[] dampening, float[] weight_decay, float[] scale, "
-      "int[] nesterov, int[] maximize) -> ()");
-  m.def(
-      "lion_(Tensor(a!)[] weights, Tensor(b!)[] rounded, Tensor[] grads, Tensor(c!)[] momenta, *, "
-      "int[] sizes, float[] lr, float[] beta1, float[] beta2, float[] weight_decay, float[] scale, "
-      "int[] maximize) -> ()");
-  m.def(
       "adam_move_(Tensor(a!)[] weights, Tensor(b!)[] rounded, Tensor[] grads, Tensor(c!)[] exp_avgs, "
       "Tensor(d!)[] exp_avg_sqs) -> ()");
   // For devices whose kernels make one pass of it; on the CPU torch's operations do.
@@ -230,8 +186,5 @@ TORCH_LIBRARY_IMPL(bmtrain, CPU, m) {
   m.impl("abs_max", &Typed<abs_max>::call);
   m.impl("abs_power_sum", &Typed<abs_power_sum>::call);
   m.impl("has_inf_nan", &Typed<has_inf_nan>::call);
-  m.impl("adam_", &Typed<adam>::call);
-  m.impl("sgd_", &Typed<sgd>::call);
-  m.impl("lion_", &Typed<lion>::call);
   m.impl("adam_move_", &Typed<adam_move>::call);
 }

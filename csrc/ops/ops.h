@@ -7,9 +7,6 @@
 
 namespace bmtrain::ops {
 
-/// One for each parameter group.
-using Numbers = at::ArrayRef<double>;
-
 /// The core's name of a tensor's dtype. TypeError, naming `what`, for anything but fp32, fp16 and bf16.
 [[nodiscard]] DType narrow_dtype_of(const at::Tensor& tensor, const char* what);
 

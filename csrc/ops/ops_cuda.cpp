@@ -22,8 +22,6 @@
 #include "cuda/momentum.h"
 #include "cuda/reduce.h"
 #include "ops/ops.h"
-#include "optim/adam.h"
-#include "optim/momentum.h"
 
 namespace bmtrain::ops {
 namespace {
@@ -103,44 +101,6 @@ at::Tensor squared_sum_cuda(at::TensorList tensors) {
   at::Tensor total = at::empty({}, options);
   check(cuda::finish_squared_sum(total.mutable_data_ptr<double>(), partial.const_data_ptr<double>(), stream));
   return total;
-}
-
-std::tuple<double, double> adam_cuda(at::TensorList weights, at::TensorList rounded, at::TensorList grads,
-                                     at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
-                                     at::IntArrayRef steps, at::IntArrayRef sizes, Numbers lr, Numbers beta1,
-                                     Numbers beta2, Numbers eps, Numbers weight_decay, Numbers scale,
-                                     at::IntArrayRef decoupled, at::IntArrayRef maximize,
-                                     at::IntArrayRef folded, at::IntArrayRef hold_steps, bool as_torch,
-                                     bool with_delta) {
-  BMT_CHECK(ValueError, !with_delta, "adam_: sums of updates are for CPU tensors");
-  const AdamGroups groups = groups_of(
-      AdamLists{sizes, lr, beta1, beta2, eps, weight_decay, scale, decoupled, maximize, folded, hold_steps});
-  std::vector<cpu::AdamSlice> slices =
-      slices_of({{weights, rounded, grads}, exp_avgs, exp_avg_sqs, steps}, groups);
-  for (cpu::AdamSlice& slice : slices) slice.factors.as_multi_tensor = as_torch;
-  const c10::DeviceGuard guard(weights[0].device());
-  check(cuda::adam(slices.data(), static_cast<std::int64_t>(slices.size()), current_stream()));
-  return {0, 0};
-}
-
-void momentum_cuda(at::TensorList weights, const std::vector<cpu::MomentumSlice>& slices) {
-  const c10::DeviceGuard guard(weights[0].device());
-  check(cuda::momentum(slices.data(), static_cast<std::int64_t>(slices.size()), current_stream()));
-}
-
-void sgd_cuda(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList momenta,
-              at::IntArrayRef fresh, at::IntArrayRef sizes, Numbers lr, Numbers momentum, Numbers dampening,
-              Numbers weight_decay, Numbers scale, at::IntArrayRef nesterov, at::IntArrayRef maximize) {
-  const SgdGroups groups =
-      groups_of(SgdLists{sizes, lr, momentum, dampening, weight_decay, scale, nesterov, maximize});
-  momentum_cuda(weights, slices_of({{weights, rounded, grads}, momenta, fresh}, groups));
-}
-
-void lion_cuda(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList momenta,
-               at::IntArrayRef sizes, Numbers lr, Numbers beta1, Numbers beta2, Numbers weight_decay,
-               Numbers scale, at::IntArrayRef maximize) {
-  const LionGroups groups = groups_of(LionLists{sizes, lr, beta1, beta2, weight_decay, scale, maximize});
-  momentum_cuda(weights, slices_of({{weights, rounded, grads}, momenta, {}}, groups));
 }
 
 // One number per row, fp32 (or of `dtype`), on the device of the logits.
@@ -239,6 +199,16 @@ void ordered_sum_cuda(at::Tensor out, at::TensorList sources, bool accumulate, d
                           current_stream()));
 }
 
+void step_on_cuda(const std::vector<cpu::AdamSlice>& slices, const c10::Device& device) {
+  const c10::DeviceGuard guard(device);
+  check(cuda::adam(slices.data(), static_cast<std::int64_t>(slices.size()), current_stream()));
+}
+
+void step_on_cuda(const std::vector<cpu::MomentumSlice>& slices, const c10::Device& device) {
+  const c10::DeviceGuard guard(device);
+  check(cuda::momentum(slices.data(), static_cast<std::int64_t>(slices.size()), current_stream()));
+}
+
 bool has_cuda_kernels() { return is_registered; }
 
 void register_cuda_kernels() {
@@ -251,9 +221,6 @@ void register_cuda_kernels() {
   library.impl("ordered_sum_", &Typed<ordered_sum_cuda>::call);
   library.impl("scale_", &Typed<scale_cuda>::call);
   library.impl("squared_sum", &Typed<squared_sum_cuda>::call);
-  library.impl("adam_", &Typed<adam_cuda>::call);
-  library.impl("sgd_", &Typed<sgd_cuda>::call);
-  library.impl("lion_", &Typed<lion_cuda>::call);
   library.impl("cross_entropy_sums", &Typed<cross_entropy_sums_cuda>::call);
   library.impl("cross_entropy_gradient_", &Typed<cross_entropy_gradient_cuda>::call);
   is_registered = true;

@@ -27,33 +27,24 @@ struct AdamOptions {
   bool folded = false;          // see [Note: Adam in torch's operation order]
   std::int64_t hold_steps = 0;  // updates of a parameter that move its moments only
   bool as_torch = false;        // torch.sqrt's bits, see [Note: torch's square root]
+
+  /// Calls visit(name, member) for each option of a group.
+  template <typename Visit>
+  static void each_option(const Visit& visit) {
+    visit("lr", &AdamOptions::lr);
+    visit("beta1", &AdamOptions::beta1);
+    visit("beta2", &AdamOptions::beta2);
+    visit("eps", &AdamOptions::eps);
+    visit("weight_decay", &AdamOptions::weight_decay);
+    visit("scale", &AdamOptions::scale);
+    visit("decoupled", &AdamOptions::decoupled);
+    visit("maximize", &AdamOptions::maximize);
+    visit("folded", &AdamOptions::folded);
+    visit("hold_steps", &AdamOptions::hold_steps);
+  }
 };
 
 using AdamGroups = Groups<AdamOptions>;
-
-/// The same as operators take it: a list for each number, flags as 0 and 1.
-struct AdamLists {
-  using Options = AdamOptions;
-
-  at::IntArrayRef sizes;
-  at::ArrayRef<double> lr, beta1, beta2, eps, weight_decay, scale;
-  at::IntArrayRef decoupled, maximize, folded, hold_steps;
-
-  /// Calls visit(name, member of AdamOptions, member of this) for each option.
-  template <typename Visit>
-  static void each_option(const Visit& visit) {
-    visit("lr", &AdamOptions::lr, &AdamLists::lr);
-    visit("beta1", &AdamOptions::beta1, &AdamLists::beta1);
-    visit("beta2", &AdamOptions::beta2, &AdamLists::beta2);
-    visit("eps", &AdamOptions::eps, &AdamLists::eps);
-    visit("weight_decay", &AdamOptions::weight_decay, &AdamLists::weight_decay);
-    visit("scale", &AdamOptions::scale, &AdamLists::scale);
-    visit("decoupled", &AdamOptions::decoupled, &AdamLists::decoupled);
-    visit("maximize", &AdamOptions::maximize, &AdamLists::maximize);
-    visit("folded", &AdamOptions::folded, &AdamLists::folded);
-    visit("hold_steps", &AdamOptions::hold_steps, &AdamLists::hold_steps);
-  }
-};
 
 /// The numbers of update number `step` (1 for the first).
 [[nodiscard]] cpu::AdamFactors adam_factors(const AdamOptions& options, std::int64_t step);

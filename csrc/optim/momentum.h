@@ -23,6 +23,18 @@ struct SgdOptions {
   double scale = 1;         // gradients are divided by it
   bool nesterov = false;
   bool maximize = false;
+
+  /// Calls visit(name, member) for each option of a group.
+  template <typename Visit>
+  static void each_option(const Visit& visit) {
+    visit("lr", &SgdOptions::lr);
+    visit("momentum", &SgdOptions::momentum);
+    visit("dampening", &SgdOptions::dampening);
+    visit("weight_decay", &SgdOptions::weight_decay);
+    visit("scale", &SgdOptions::scale);
+    visit("nesterov", &SgdOptions::nesterov);
+    visit("maximize", &SgdOptions::maximize);
+  }
 };
 
 /// As the authors of Lion name them.
@@ -35,49 +47,21 @@ struct LionOptions {
   double weight_decay = 0;  // decoupled
   double scale = 1;
   bool maximize = false;
+
+  /// As of SgdOptions.
+  template <typename Visit>
+  static void each_option(const Visit& visit) {
+    visit("lr", &LionOptions::lr);
+    visit("beta1", &LionOptions::beta1);
+    visit("beta2", &LionOptions::beta2);
+    visit("weight_decay", &LionOptions::weight_decay);
+    visit("scale", &LionOptions::scale);
+    visit("maximize", &LionOptions::maximize);
+  }
 };
 
 using SgdGroups = Groups<SgdOptions>;
 using LionGroups = Groups<LionOptions>;
-
-/// The same as operators take it: a list for each number, flags as 0 and 1.
-struct SgdLists {
-  using Options = SgdOptions;
-
-  at::IntArrayRef sizes;
-  at::ArrayRef<double> lr, momentum, dampening, weight_decay, scale;
-  at::IntArrayRef nesterov, maximize;
-
-  /// Calls visit(name, member of SgdOptions, member of this) for each option.
-  template <typename Visit>
-  static void each_option(const Visit& visit) {
-    visit("lr", &SgdOptions::lr, &SgdLists::lr);
-    visit("momentum", &SgdOptions::momentum, &SgdLists::momentum);
-    visit("dampening", &SgdOptions::dampening, &SgdLists::dampening);
-    visit("weight_decay", &SgdOptions::weight_decay, &SgdLists::weight_decay);
-    visit("scale", &SgdOptions::scale, &SgdLists::scale);
-    visit("nesterov", &SgdOptions::nesterov, &SgdLists::nesterov);
-    visit("maximize", &SgdOptions::maximize, &SgdLists::maximize);
-  }
-};
-struct LionLists {
-  using Options = LionOptions;
-
-  at::IntArrayRef sizes;
-  at::ArrayRef<double> lr, beta1, beta2, weight_decay, scale;
-  at::IntArrayRef maximize;
-
-  /// Calls visit(name, member of LionOptions, member of this) for each option.
-  template <typename Visit>
-  static void each_option(const Visit& visit) {
-    visit("lr", &LionOptions::lr, &LionLists::lr);
-    visit("beta1", &LionOptions::beta1, &LionLists::beta1);
-    visit("beta2", &LionOptions::beta2, &LionLists::beta2);
-    visit("weight_decay", &LionOptions::weight_decay, &LionLists::weight_decay);
-    visit("scale", &LionOptions::scale, &LionLists::scale);
-    visit("maximize", &LionOptions::maximize, &LionLists::maximize);
-  }
-};
 
 /// What one call updates, as lists of contiguous tensors of one device.
 struct MomentumTensors {

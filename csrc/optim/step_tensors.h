@@ -4,10 +4,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <type_traits>
 #include <vector>
 
-#include "common/check.h"
 #include "cpu/kernels.h"
 
 namespace bmtrain {
@@ -46,24 +44,6 @@ struct Groups {
 
 /// ValueError unless groups of these sizes are all of the tensors.
 void check_groups(const char* op, at::IntArrayRef sizes, std::size_t num_groups, std::size_t num_tensors);
-
-/// Groups from the lists that operators take, one list for each option. ValueError unless each has a number
-/// for each group.
-template <typename Lists>
-[[nodiscard]] Groups<typename Lists::Options> groups_of(const Lists& lists) {
-  const std::size_t number = lists.sizes.size();
-  Groups<typename Lists::Options> groups{lists.sizes.vec(), std::vector<typename Lists::Options>(number)};
-  Lists::each_option([&](const char* name, auto option, auto list) {
-    const auto values = lists.*list;
-    BMT_CHECK(ValueError, values.size() == number, Lists::Options::kOperator, ": ", name,
-              ": expected one for each of ", number, " sizes of groups, got ", values.size());
-    for (std::size_t g = 0; g < number; ++g) {
-      auto& value = groups.options[g].*option;
-      value = static_cast<std::decay_t<decltype(value)>>(values[g]);
-    }
-  });
-  return groups;
-}
 
 /// What gradients are multiplied by, or divided where a reciprocal would not be exact.
 struct GradientFactor {

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bmtrain._C import StepCheck, StepJournal, copy_and_sum, step_on_host, word_sums
+from bmtrain._C import StepCheck, StepJournal, copy_and_sum, step_of_groups, word_sums
 from bmtrain._ops import scale_
 
 SIZES = (1, 2048, 5003)
@@ -65,13 +65,13 @@ class Lists:
         lists, sizes = (self.weights, self.rounded, self.grads, *self.state), [1] * count
         if self.kind == "adam":
             is_fp32 = not self.rounded
-            step_on_host(
+            step_of_groups(
                 "adam", [*lists, [number] * count], sizes, [ADAM] * count, as_torch=is_fp32, check=check
             )
         elif self.kind == "sgd":
-            step_on_host("sgd", [*lists, [False] * count], sizes, [SGD] * count, check=check)
+            step_of_groups("sgd", [*lists, [False] * count], sizes, [SGD] * count, check=check)
         else:
-            step_on_host("lion", lists, sizes, [LION] * count, check=check)
+            step_of_groups("lion", lists, sizes, [LION] * count, check=check)
 
     def arrays(self) -> list[torch.Tensor]:
         """The arrays of each tensor in turn, the gradient last."""
@@ -109,7 +109,7 @@ def test_factors_for_other_tensors_raise(factors):
 @pytest.mark.parametrize(("formula", "number"), [("adam", 6), ("sgd", 5), ("lion", 4)])
 def test_a_wrong_number_of_lists_raises(formula, number):
     with pytest.raises(ValueError, match=f"lists: expected {number} for {formula}, got 3"):
-        step_on_host(formula, [[], [], []], [], [])
+        step_of_groups(formula, [[], [], []], [], [])
 
 
 @pytest.mark.parametrize("size", [0, 3, 100_001])

@@ -13,19 +13,6 @@ from bmtrain import _ops
 from bmtrain._ops import fakes
 from bmtrain.loss import FusedCrossEntropy, _function
 
-# Two groups of one tensor each.
-RATES = {
-    "sizes": [1, 1],
-    "lr": [0.1, 0.2],
-    "weight_decay": [0.1, 0.0],
-    "scale": [2.0, 2.0],
-    "maximize": [0, 1],
-}
-BETAS = {"beta1": [0.9, 0.8], "beta2": [0.99, 0.9]}
-ADAM = {**RATES, **BETAS, "eps": [1e-8, 1e-6], "decoupled": [1, 0], "folded": [0, 0], "hold_steps": [0, 2]}
-SGD = {**RATES, "momentum": [0.9, 0.5], "dampening": [0.1, 0.0], "nesterov": [0, 1]}
-LION = {**RATES, **BETAS}
-
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
@@ -45,9 +32,6 @@ def arguments(op: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         "abs_max": (([x, y],), {}),
         "abs_power_sum": (([x, y], 3.0), {}),
         "has_inf_nan": (([x, y],), {}),
-        "adam_": ((weights, rounded, grads, *moments, [1, 1]), ADAM),
-        "sgd_": ((weights, rounded, grads, moments[0], [1, 0]), SGD),
-        "lion_": ((weights, rounded, grads, moments[0]), LION),
         "adam_move_": ((weights, rounded, grads, *moments), {}),
         "cross_entropy_sums": (
             (randn(3, 5), torch.tensor([0, 4, 2]), None),

@@ -11,7 +11,7 @@ import torch
 from kernel_levels import same_bits
 from torch import nn
 
-from bmtrain._ops import updates
+from bmtrain import _ops
 from bmtrain.optim import (
     AdamOffloadOptimizer,
     AdamOptimizer,
@@ -91,13 +91,13 @@ def test_groups_share_a_call(
     """One for 16-bit parameters and one for fp32 ones."""
     calls: Counter[str] = Counter()
 
-    step_on_host = updates.step_on_host
+    step_of_groups = _ops.step_of_groups
 
     def counted(formula: str, *args: Any, **numbers: Any) -> Any:
         calls[formula] += 1
-        return step_on_host(formula, *args, **numbers)
+        return step_of_groups(formula, *args, **numbers)
 
-    monkeypatch.setattr(updates, "step_on_host", counted)
+    monkeypatch.setattr(_ops, "step_of_groups", counted)
     both = [*in_groups(neighbours(torch.bfloat16), groups), *in_groups(neighbours(torch.float32), groups)]
     optimizer = optimizer_class(both, **options)
     optimizer.step()

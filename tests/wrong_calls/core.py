@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,57 +36,46 @@ def operators() -> Calls:
 
 
 def _options(**numbers: float) -> dict[str, tuple[str, Any]]:
-    return {name: ("floats", [value]) for name, value in numbers.items()}
+    return {name: ("a float", value) for name, value in numbers.items()}
 
 
 def updates() -> Calls:
-    """The optimizers' operators."""
+    """The optimizers' steps."""
 
     def arrays(*names: str) -> dict[str, tuple[str, Any]]:
         return {name: ("memories", [torch.ones(4)]) for name in names}
 
+    def step_of(formula: str, lists: dict[str, Any], options: dict[str, Any]) -> Callable[..., None]:
+        flags = dict.fromkeys(("decoupled", "maximize", "folded", "hold_steps", "nesterov"), 0)
+
+        def step(*values: Any) -> None:
+            operands, (sizes, *numbers) = values[: len(lists)], values[len(lists) :]
+            group = {**flags, **dict(zip(options, numbers, strict=True))}
+            _ops.step_of_groups(formula, operands, sizes, [group])
+
+        return step
+
     rounded = {"rounded": ("memories", [torch.ones(4, dtype=torch.bfloat16)])}
-    ops = torch.ops.bmtrain
-    adam = {"weights": arrays("weights")["weights"], **rounded, **arrays("grads", "exp_avgs", "exp_avg_sqs")}
-    momenta = {"weights": arrays("weights")["weights"], **rounded, **arrays("grads", "momenta")}
-    sizes = {"sizes": ("group sizes", [1])}
+    adam = {**arrays("weights"), **rounded, **arrays("grads", "exp_avgs", "exp_avg_sqs")}
+    momenta = {**arrays("weights"), **rounded, **arrays("grads", "momenta")}
     rates = _options(lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.0, scale=1.0)
-    sgd = _options(lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0, scale=1.0)
-
-    def adam_(
-        weights: Any, rounded: Any, grads: Any, m: Any, v: Any, steps: Any, sizes: Any, *numbers: Any
-    ) -> None:
-        names = ("lr", "beta1", "beta2", "weight_decay", "scale", "eps")
-        flags = {name: [0] for name in ("decoupled", "maximize", "folded", "hold_steps")}
-        options = {**dict(zip(names, numbers, strict=True)), **flags}
-        ops.adam_(weights, rounded, grads, m, v, steps, sizes=sizes, **options)
-
-    def sgd_(weights: Any, rounded: Any, grads: Any, m: Any, fresh: Any, sizes: Any, *numbers: Any) -> None:
-        ops.sgd_(
-            weights,
-            rounded,
-            grads,
-            m,
-            fresh,
-            sizes=sizes,
-            **dict(zip(sgd, numbers, strict=True)),
-            nesterov=[0],
-            maximize=[0],
-        )
-
-    def lion_(weights: Any, rounded: Any, grads: Any, m: Any, sizes: Any, *numbers: Any) -> None:
-        options = dict(zip(rates, numbers, strict=True))
-        ops.lion_(weights, rounded, grads, m, sizes=sizes, **options, maximize=[0])
-
-    return {
-        "adam_": (adam_, {**adam, "steps": ("steps", [1]), **sizes, **rates, **_options(eps=1e-8)}),
-        "sgd_": (sgd_, {**momenta, "fresh": ("flags", [0]), **sizes, **sgd}),
-        "lion_": (lion_, {**momenta, **sizes, **rates}),
-        "adam_move_": (
-            ops.adam_move_,
-            {**adam, "grads": ("memories", [torch.ones(4, dtype=torch.bfloat16)])},
+    formulas: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "adam": ({**adam, "steps": ("steps", [1])}, {**rates, **_options(eps=1e-8)}),
+        "sgd": (
+            {**momenta, "fresh": ("flags", [0])},
+            _options(lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0, scale=1.0),
         ),
+        "lion": (momenta, rates),
     }
+    steps: Calls = {
+        f"step_of_groups {formula}": (
+            step_of(formula, lists, options),
+            {**lists, "sizes": ("group sizes", [1]), **options},
+        )
+        for formula, (lists, options) in formulas.items()
+    }
+    of_16_bits = {"grads": ("memories", [torch.ones(4, dtype=torch.bfloat16)])}
+    return {**steps, "adam_move_": (torch.ops.bmtrain.adam_move_, {**adam, **of_16_bits})}
 
 
 def classes() -> Calls:

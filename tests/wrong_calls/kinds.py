@@ -230,12 +230,6 @@ WRONG: dict[str, dict[str, Callable[[Any], Any]]] = {
         "zero": lambda _: [0],
     },
     "a float": {"None": lambda _: None, "a string": lambda _: "1"},
-    "floats": {
-        "None": lambda _: None,
-        "a number": lambda _: 1.0,
-        "strings": lambda _: ["1"],
-        "one more": lambda x: [*x, 1.0],
-    },
     "group sizes": {
         "None": lambda _: None,
         "a number": lambda _: 1,

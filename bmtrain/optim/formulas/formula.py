@@ -18,7 +18,7 @@ class Formula:
     A subclass names its arrays and its kernel, and defines `check`, `numbers_of`, `operands_of` and `compute_by_torch`.
     """
 
-    #: Name in the core: of the operator `adam_`, and for `step_on_host` and `OffloadUpdate.add`.
+    #: Name in the core, for `step_of_groups` and `OffloadUpdate.add`.
     name: ClassVar[str]
     #: The arrays that may be kept for each element, and the arrays required to load a state.
     arrays: ClassVar[tuple[str, ...]] = ()
@@ -82,7 +82,7 @@ class Formula:
 
     def has_kernel(self, device: torch.device) -> bool:
         """Whether the core was built with the kernel for a device."""
-        return _ops.has_kernels(f"{self.name}_", device.type)
+        return _ops.has_steps(device.type)
 
     def kernel_takes_fp32(self, device: torch.device) -> bool:
         """Whether the kernel also updates fp32 parameters of a GPU; otherwise torch does, whose bits they then have."""
