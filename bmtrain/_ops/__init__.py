@@ -11,7 +11,7 @@ import torch
 
 from . import fakes  # noqa: F401 - registers them
 from .cross_entropy import CrossEntropySums, cross_entropy_gradient_, cross_entropy_sums
-from .tensors import abs_max, abs_power_sum, cast_, has_inf_nan, ordered_sum_, scale_, squared_sum
+from .tensors import abs_max, abs_power_sum, has_inf_nan, ordered_sum_, scale_, squared_sum
 from .updates import AdamRanges, DeltaSums, adam_, adam_move_, step_of_groups
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "abs_power_sum",
     "adam_",
     "adam_move_",
-    "cast_",
     "cross_entropy_gradient_",
     "cross_entropy_sums",
     "has_inf_nan",

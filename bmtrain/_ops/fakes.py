@@ -32,7 +32,6 @@ def _fake_cross_entropy_sums(
 
 #: Fake kernels by the name of the operator.
 FAKES: dict[str, Callable[..., object]] = {
-    "cast_": _writes_only,
     "ordered_sum_": _writes_only,
     "scale_": _writes_only,
     "squared_sum": _number(torch.float64),

@@ -1,4 +1,4 @@
-"""Casts, sums and reductions of tensors.
+"""Sums and reductions of tensors.
 
 Reductions take a list of tensors of any shapes, fp32, fp16 and bf16 mixed; their results are bit-identical for every
 number of threads and every instruction set level.
@@ -16,23 +16,13 @@ from .._base.arguments import require_tensor
 _ops = torch.ops.bmtrain
 
 
-def cast_(out: Tensor, source: Tensor) -> Tensor:
-    """Copies ``source`` into ``out``, rounded to nearest even. Contiguous, with equally many elements.
-
-    Example:
-        >>> cast_(torch.empty(2, dtype=torch.bfloat16), torch.tensor([1.0, 1.00390625]))
-        tensor([1., 1.], dtype=torch.bfloat16)
-    """
-    _ops.cast_(out, source)
-    return out
-
-
 def ordered_sum_(
     out: Tensor, sources: Sequence[Tensor], *, accumulate: bool = False, factor: float = 1.0
 ) -> Tensor:
     """Adds ``sources`` in order and writes ``factor`` times the sum, plus the old ``out`` if ``accumulate``.
 
-    All contiguous and of one dtype (fp64 included); 16-bit values are added in fp32 and rounded once.
+    All contiguous, and sources of one dtype: of the dtype of ``out`` (fp64 included), or on a CPU any of fp32, fp16 and
+    bf16 with any other. 16-bit values are added in fp32 and rounded once.
 
     Example:
         >>> ordered_sum_(torch.ones(2), [torch.ones(2), torch.ones(2)], accumulate=True, factor=0.5)

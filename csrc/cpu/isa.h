@@ -46,8 +46,6 @@ void force_isa_level(const std::string& name);
 struct KernelTable {
   void (*ordered_sum)(void* dst, const void* const* srcs, int num_srcs, std::int64_t offset, std::int64_t n,
                       DType dtype, DType src_dtype, bool accumulate, double factor);
-  void (*cast)(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t offset,
-               std::int64_t n);
   double (*squared_sum)(const void* x, DType dtype, std::int64_t offset, std::int64_t n);
   // The bits of the largest |x[i]| as fp32; those of a NaN are above those of infinity.
   std::uint32_t (*max_magnitude)(const void* x, DType dtype, std::int64_t offset, std::int64_t n);

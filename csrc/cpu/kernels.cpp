@@ -83,13 +83,6 @@ void ordered_sum(void* dst, const void* const* srcs, int num_srcs, std::int64_t 
   });
 }
 
-void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t n) {
-  const KernelTable& table = kernel_table();
-  for_each_chunk(n, [&](std::int64_t, std::int64_t offset, std::int64_t count) {
-    table.cast(dst, dst_dtype, src, src_dtype, offset, count);
-  });
-}
-
 double squared_sum(const void* x, std::int64_t n, DType dtype) {
   const KernelTable& table = kernel_table();
   return chunked_sum(
@@ -116,8 +109,8 @@ double abs_power_sum(const void* x, std::int64_t n, DType dtype, double p) {
     double total = 0;
     for (std::int64_t i = 0; i < count; i += kGroup) {
       const std::int64_t size = std::min(kGroup, count - i);
-      const char* source = static_cast<const char*>(x) + (offset + i) * size_of(dtype);
-      table.cast(values, DType::kFloat32, source, dtype, 0, size);
+      const void* const source = static_cast<const char*>(x) + (offset + i) * size_of(dtype);
+      table.ordered_sum(values, &source, 1, 0, size, DType::kFloat32, dtype, /*accumulate=*/false, 1);
       for (std::int64_t k = 0; k < size; ++k) total += std::pow(std::fabs(static_cast<double>(values[k])), p);
     }
     return total;

@@ -18,10 +18,6 @@ namespace bmtrain::cpu {
 void ordered_sum(void* dst, const void* const* srcs, int num_srcs, std::int64_t n, DType dtype,
                  DType src_dtype, bool accumulate, double factor);
 
-/// dst[i] = src[i], rounded to nearest even. fp32, fp16 and bf16 only. The buffers may not overlap, unless
-/// they are the same and of one dtype.
-void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t n);
-
 /// The sum of x[i]^2 in fp64. Finite if and only if every element is: not even 2^63 squares of the largest
 /// fp32 overflow fp64. fp32, fp16 and bf16 only, here and below.
 [[nodiscard]] double squared_sum(const void* x, std::int64_t n, DType dtype);

@@ -77,14 +77,12 @@ static inline auto with_type(DType dtype, const Then& then) {
 }
 
 #include "cpu/adam.inl"
-#include "cpu/convert.inl"
 #include "cpu/momentum.inl"
 #include "cpu/ordered_sum.inl"
 #include "cpu/reduce.inl"
 
 const KernelTable kTable = {
     .ordered_sum = ordered_sum,
-    .cast = cast,
     .squared_sum = squared_sum,
     .max_magnitude = max_magnitude,
     .adam = adam,

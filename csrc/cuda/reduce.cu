@@ -26,26 +26,6 @@ Placed placed(const T* array) {
   return {array, sizeof(T)};
 }
 
-template <typename Out, typename Source>
-using CastTiles = Tiles<16 / std::max<int>(sizeof(Out), sizeof(Source)), 4>;
-
-template <typename Out, typename Source>
-__global__ void __launch_bounds__(kThreads)
-    cast_kernel(Out* out, const Source* source, std::int64_t n, Alignment alignment) {
-  using Tiling = CastTiles<Out, Source>;
-  Tiling::visit_all(
-      n, alignment,
-      [&](std::int64_t i) {
-        typename Tiling::template Packs<Source> in;
-        typename Tiling::template Packs<Out> result;
-        Tiling::load(source + i, in);
-        Tiling::for_each(
-            [&](int u, int k) { result[u].values[k] = from_float<Out>(to_float(in[u].values[k])); });
-        Tiling::store(out + i, result);
-      },
-      [&](std::int64_t i) { out[i] = from_float<Out>(to_float(source[i])); });
-}
-
 // Sources travel as kernel arguments: all their pointers, or the first one and the distance between them.
 // Each kind has a kernel of its own, as one that asks which it has runs out of registers.
 struct ListedSources {
@@ -191,23 +171,6 @@ bool is_evenly_spaced(const void* const* pointers, int count) {
     if (distance(pointers[s - 1], pointers[s]) != distance(pointers[0], pointers[1])) return false;
   }
   return count < 2 || pointers[0] != pointers[1];
-}
-
-cudaError_t cast(void* out, DType out_dtype, const void* source, DType source_dtype, std::int64_t n,
-                 cudaStream_t stream) {
-  if (n == 0) return cudaSuccess;
-  return with_element_type(out_dtype, [&](auto out_type) {
-    return with_element_type(source_dtype, [&](auto source_type) {
-      using Out = typename decltype(out_type)::Type;
-      using Source = typename decltype(source_type)::Type;
-      using Tiling = CastTiles<Out, Source>;
-      auto* const to = static_cast<Out*>(out);
-      const auto* const from = static_cast<const Source*>(source);
-      const Alignment alignment = Tiling::alignment_of(placed(to), placed(from));
-      return launch(stream, grid_for(Tiling::count(n, alignment)), cast_kernel<Out, Source>, to, from, n,
-                    alignment);
-    });
-  });
 }
 
 cudaError_t ordered_sum(void* out, const void* const* sources, int num_sources, std::int64_t n, DType dtype,

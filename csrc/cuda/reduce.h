@@ -1,4 +1,4 @@
-// Casts, sums of slices, scaling, and the one pass that gives norm and overflow.
+// Sums of slices, scaling, and the one pass that gives norm and overflow.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,10 +8,6 @@
 #include "common/dtype.h"
 
 namespace bmtrain::cuda {
-
-/// out[i] = source[i], rounded to nearest even. fp32, fp16 and bf16.
-[[nodiscard]] cudaError_t cast(void* out, DType out_dtype, const void* source, DType source_dtype,
-                               std::int64_t n, cudaStream_t stream);
 
 /// out[i] = factor * (sources[0][i] + sources[1][i] + ...), summed in this order, plus the old out[i] if
 /// `accumulate`. 16-bit values are summed in fp32 and rounded once. `sources` is a host array, with at most

@@ -65,30 +65,25 @@ at::Tensor sum_over(at::TensorList tensors, const char* what, const Kernel& kern
   return scalar(total, at::kDouble);
 }
 
-void cast(at::Tensor out, const at::Tensor& source) {
-  check_memory(out, "cast_: out");
-  check_memory(source, "cast_: source");
-  BMT_CHECK(ValueError, out.numel() == source.numel(), "cast_: expected source with ", out.numel(),
-            " elements like out, got ", source.numel());
-  const DType out_dtype = narrow_dtype_of(out, "cast_: out");
-  const DType source_dtype = narrow_dtype_of(source, "cast_: source");
-  cpu::cast(out.mutable_data_ptr(), out_dtype, source.const_data_ptr(), source_dtype, out.numel());
-}
-
 void ordered_sum(at::Tensor out, at::TensorList sources, bool accumulate, double factor) {
   check_memory(out, "ordered_sum_: out");
+  const at::Tensor& first = sources.empty() ? out : sources[0];
   std::vector<const void*> pointers;
   for (const at::Tensor& source : sources) {
     check_memory(source, "ordered_sum_: sources");
     BMT_CHECK(ValueError, source.numel() == out.numel(), "ordered_sum_: expected sources with ", out.numel(),
               " elements like out, got ", source.numel());
-    BMT_CHECK(TypeError, source.scalar_type() == out.scalar_type(), "ordered_sum_: expected sources of ",
-              out.scalar_type(), " like out, got ", source.scalar_type());
+    BMT_CHECK(TypeError, source.scalar_type() == first.scalar_type(), "ordered_sum_: expected sources of ",
+              first.scalar_type(), " like the first, got ", source.scalar_type());
     pointers.push_back(source.const_data_ptr());
   }
   const DType dtype = dtype_of(out.scalar_type(), "ordered_sum_: out");
+  const DType from = dtype_of(first.scalar_type(), "ordered_sum_: sources");
+  BMT_CHECK(TypeError, (dtype == DType::kFloat64) == (from == DType::kFloat64),
+            "ordered_sum_: expected sources and out all of float64, or none, got ", first.scalar_type(),
+            " and ", out.scalar_type());
   cpu::ordered_sum(out.mutable_data_ptr(), pointers.data(), static_cast<int>(pointers.size()), out.numel(),
-                   dtype, dtype, accumulate, factor);
+                   dtype, from, accumulate, factor);
 }
 
 void scale(at::TensorList tensors, const at::Tensor& factor) {
@@ -157,7 +152,6 @@ void adam_move(at::TensorList weights, at::TensorList rounded, at::TensorList gr
 }  // namespace bmtrain::ops
 
 TORCH_LIBRARY(bmtrain, m) {
-  m.def("cast_(Tensor(a!) out, Tensor source) -> ()");
   m.def("ordered_sum_(Tensor(a!) out, Tensor[] sources, bool accumulate=False, float factor=1.0) -> ()");
   m.def("scale_(Tensor(a!)[] tensors, Tensor factor) -> ()");
   m.def("squared_sum(Tensor[] tensors) -> Tensor");
@@ -179,7 +173,6 @@ TORCH_LIBRARY(bmtrain, m) {
 TORCH_LIBRARY_IMPL(bmtrain, CPU, m) {
   using bmtrain::Typed;
   using namespace bmtrain::ops;  // NOLINT(google-build-using-namespace)
-  m.impl("cast_", &Typed<cast>::call);
   m.impl("ordered_sum_", &Typed<ordered_sum>::call);
   m.impl("scale_", &Typed<scale>::call);
   m.impl("squared_sum", &Typed<squared_sum>::call);

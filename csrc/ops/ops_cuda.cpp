@@ -70,16 +70,6 @@ std::vector<Range> ranges_of(at::TensorList tensors, const char* what) {
   return ranges;
 }
 
-void cast_cuda(at::Tensor out, const at::Tensor& source) {
-  check_memory(out, out, "cast_: out");
-  check_memory(source, out, "cast_: source");
-  BMT_CHECK(ValueError, out.numel() == source.numel(), "cast_: expected source with ", out.numel(),
-            " elements like out, got ", source.numel());
-  const c10::DeviceGuard guard(out.device());
-  check(cuda::cast(out.mutable_data_ptr(), narrow_dtype_of(out, "cast_: out"), source.const_data_ptr(),
-                   narrow_dtype_of(source, "cast_: source"), out.numel(), current_stream()));
-}
-
 void scale_cuda(at::TensorList tensors, const at::Tensor& factor) {
   BMT_CHECK(ValueError, factor.numel() == 1, "scale_: factor: expected one number, got ", factor.numel());
   const c10::DeviceGuard guard(tensors[0].device());
@@ -217,7 +207,6 @@ void register_cuda_kernels() {
   }
   // For as long as the process lives, like what TORCH_LIBRARY_IMPL registers.
   static torch::Library library(torch::Library::IMPL, "bmtrain", c10::DispatchKey::CUDA, __FILE__, __LINE__);
-  library.impl("cast_", &Typed<cast_cuda>::call);
   library.impl("ordered_sum_", &Typed<ordered_sum_cuda>::call);
   library.impl("scale_", &Typed<scale_cuda>::call);
   library.impl("squared_sum", &Typed<squared_sum_cuda>::call);

@@ -63,19 +63,6 @@ def assert_bits(gpu: Tensor, cpu: Tensor) -> None:
     assert torch.equal(gpu.cpu().nan_to_num(nan=7.0), cpu.nan_to_num(nan=7.0))
 
 
-@pytest.mark.parametrize("out_dtype", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("offset", OFFSETS)
-def test_cast(size: int, offset: int, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
-    x = values(size, dtype, offset)
-    out = torch.empty(size, dtype=out_dtype, device="cuda")
-    quiet()
-    _ops.cast_(out, x)
-    loud()
-    assert_bits(out, _ops.cast_(torch.empty(size, dtype=out_dtype), x.cpu()))
-
-
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("num", [1, 2, 5, 64])
 @pytest.mark.parametrize("accumulate", [False, True])

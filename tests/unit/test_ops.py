@@ -25,7 +25,6 @@ def arguments(op: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     rounded = [w.bfloat16() for w in weights]
     moments = [[torch.zeros(8), torch.zeros(4)] for _ in range(2)]
     known: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-        "cast_": ((torch.empty(8, dtype=torch.float16), x), {}),
         "ordered_sum_": ((torch.zeros(8), [x, x]), {}),
         "scale_": (([x, y], torch.tensor(0.5)), {}),
         "squared_sum": (([x, y],), {}),

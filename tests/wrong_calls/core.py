@@ -15,11 +15,10 @@ __all__ = ["classes", "operators", "updates"]
 
 
 def operators() -> Calls:
-    """Copies, sums and reductions."""
+    """Sums and reductions."""
     x = torch.ones(4)
     values = {"tensors": ("values", [x])}
     return {
-        "cast_": (_ops.cast_, {"out": ("memory", x.clone()), "source": ("memory", x)}),
         "ordered_sum_": (
             lambda out, sources, factor: _ops.ordered_sum_(out, sources, factor=factor),
             {"out": ("memory", x.clone()), "sources": ("sources", [x]), "factor": ("a float", 0.5)},

@@ -101,13 +101,13 @@ WorkPtr ShmCommunicator::gather_in_place(const Call& call) {
   operation->sends = {{data_of(call.input), operation->bytes}};
   if (call.input.scalar_type() != call.output.scalar_type()) {
     operation->write = [from = dtype_of(call.input.scalar_type(), "input"),
-                        to = dtype_of(call.output.scalar_type(), "output"), numel = call.input.numel()](
-                           char* slice, const char* data) { cpu::cast(slice, to, data, from, numel); };
+                        to = dtype_of(call.output.scalar_type(), "output"),
+                        numel = call.input.numel()](char* slice, const void* data) {
+      cpu::ordered_sum(slice, &data, 1, numel, to, from, /*accumulate=*/false, 1);
+    };
   }
   for (int r = 0; r < size(); ++r) {
-    if (r != rank()) {
-      operation->receives.push_back({nullptr, operation->bytes, r});
-    }
+    if (r != rank()) operation->receives.push_back({nullptr, operation->bytes, r});
   }
   return start_in_place(operation);
 }

@@ -75,10 +75,6 @@ int momentum(const Range* ranges, std::int64_t num_ranges) {
   return cuda::momentum(slices.data(), num_ranges, nullptr);
 }
 
-int cast(void* out, std::int64_t out_dtype, const void* source, std::int64_t source_dtype, std::int64_t n) {
-  return cuda::cast(out, dtype_of(out_dtype), source, dtype_of(source_dtype), n, nullptr);
-}
-
 int ordered_sum(void* out, const void* const* sources, std::int64_t num_sources, std::int64_t n,
                 std::int64_t dtype, std::int64_t accumulate, double factor) {
   return cuda::ordered_sum(out, sources, static_cast<int>(num_sources), n, dtype_of(dtype), accumulate != 0,
