@@ -11,7 +11,7 @@ import torch
 
 from . import fakes  # noqa: F401 - registers them
 from .cross_entropy import CrossEntropySums, cross_entropy_gradient_, cross_entropy_sums
-from .tensors import abs_max, abs_power_sum, has_inf_nan, ordered_sum_, scale_, squared_sum
+from .tensors import abs_max, abs_power_sum, ordered_sum_, scale_, squared_sum
 from .updates import AdamRanges, DeltaSums, adam_, adam_move_, step_of_groups
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "adam_move_",
     "cross_entropy_gradient_",
     "cross_entropy_sums",
-    "has_inf_nan",
     "has_kernels",
     "has_steps",
     "ordered_sum_",

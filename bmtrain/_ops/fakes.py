@@ -37,7 +37,6 @@ FAKES: dict[str, Callable[..., object]] = {
     "squared_sum": _number(torch.float64),
     "abs_max": _number(torch.float32),
     "abs_power_sum": _number(torch.float64),
-    "has_inf_nan": _number(torch.bool),
     "adam_move_": _writes_only,
     "cross_entropy_sums": _fake_cross_entropy_sums,
     "cross_entropy_gradient_": _writes_only,

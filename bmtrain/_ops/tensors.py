@@ -71,13 +71,5 @@ def abs_power_sum(tensors: Sequence[Tensor], p: float) -> Tensor:
     )
 
 
-def has_inf_nan(tensors: Sequence[Tensor]) -> bool:
-    """Returns whether any element is inf or NaN. Tensors of other devices, and fp64, are checked by torch."""
-    narrow = [t for t in tensors if t.is_cpu and t.dtype != torch.float64]
-    if narrow and _ops.has_inf_nan(narrow).item():
-        return True
-    return any(not t.isfinite().all() for t in tensors if not t.is_cpu or t.dtype == torch.float64)
-
-
 def _tensor(result: Tensor) -> Tensor:  # torch.ops are untyped
     return result

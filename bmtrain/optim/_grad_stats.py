@@ -134,9 +134,8 @@ def _torch_power_sum(grads: list[Tensor], norm_type: float) -> Tensor:
     return norms.max() if math.isinf(norm_type) else norms.pow_(norm_type).sum()
 
 
-def _any_overflow(parameters: Sequence[Tensor]) -> Tensor:
-    """Returns 1 if an element of a gradient is inf or NaN, else 0; (1,) in fp32 on the run device."""
-    device = context("gradient overflow").device
+def _any_overflow(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns 1 if an element of a gradient is inf or NaN, else 0; (1,) in fp32 on ``device``."""
     overflow = torch.zeros(1, device=device)
     for part in _each_run(parameters, _largest_of):
         overflow = torch.maximum(overflow, part.to(device).isfinite().logical_not().to(overflow.dtype))
@@ -146,9 +145,8 @@ def _any_overflow(parameters: Sequence[Tensor]) -> Tensor:
 def _largest_of(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Returns numbers that are not finite if an element is not."""
     # Each in one pass: a GPU has the kernel of the norm, whose squares fp64 holds; magnitudes are faster on the CPU.
-    op = _ops.abs_max if context("gradient overflow").device.type == "cpu" else _ops.squared_sum
-    by_device, others = _split(gradients, op.__name__)
-    return [op(grads) for grads in by_device] + [
+    by_device, others = _split(gradients, "squared_sum")
+    return [(_ops.abs_max if grads[0].is_cpu else _ops.squared_sum)(grads) for grads in by_device] + [
         _torch_power_sum(grads, math.inf) for grads in _by_kind(others)
     ]
 
@@ -210,10 +208,11 @@ def check_overflow(param_groups: Iterable[Any]) -> bool:
         param_groups: group dicts as of ``optimizer.param_groups``.
     """
     parameters = list(parameters_of(param_groups))
-    if _context.current() is None:
-        return _ops.has_inf_nan(_gradients(parameters))
+    current = _context.current()
+    if current is None:
+        return _any_overflow(parameters, torch.device("cpu")).item() > 0
     with reading_gradients(parameters):
-        found = _any_overflow(parameters)
+        found = _any_overflow(parameters, current.device)
     return _all_reduce(found, ReduceOp.MAX, "gradient overflow").item() > 0
 
 
@@ -237,8 +236,9 @@ def first_overflow(parameters: Sequence[Tensor]) -> int:
     Returns:
         Its index, the same on all ranks; ``len(parameters)`` if there is none.
     """
-    flags = [_any_overflow([p]) for p in parameters]
-    flags.append(torch.ones(1, device=context("gradient overflow").device))  # sentinel: the search ends here
+    device = context("gradient overflow").device
+    flags = [_any_overflow([p], device) for p in parameters]
+    flags.append(torch.ones(1, device=device))  # sentinel: the search ends here
     number = torch.cat(flags).argmax().view(1)  # of the first; the host reads a single number
     return int(_all_reduce(number, ReduceOp.MIN, "gradient overflow").item())
 

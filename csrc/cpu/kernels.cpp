@@ -117,18 +117,6 @@ double abs_power_sum(const void* x, std::int64_t n, DType dtype, double p) {
   });
 }
 
-bool has_inf_nan(const void* x, std::int64_t n, DType dtype) {
-  constexpr std::uint32_t kInfinity = 0x7f800000u;
-  const KernelTable& table = kernel_table();
-  std::atomic<bool> found{false};
-  for_each_chunk(n, [&](std::int64_t, std::int64_t offset, std::int64_t count) {
-    if (found.load(std::memory_order_relaxed)) return;
-    if (table.max_magnitude(x, dtype, offset, count) >= kInfinity)
-      found.store(true, std::memory_order_relaxed);
-  });
-  return found.load();
-}
-
 void zero(void* x, std::int64_t n, DType dtype) {
   const std::int64_t size = size_of(dtype);
   for_each_chunk(

@@ -32,8 +32,6 @@ void ordered_sum(void* dst, const void* const* srcs, int num_srcs, std::int64_t 
 /// same range, with as many threads, it lies: the system places a page in the memory near that thread.
 void zero(void* x, std::int64_t n, DType dtype);
 
-[[nodiscard]] bool has_inf_nan(const void* x, std::int64_t n, DType dtype);
-
 /// A contiguous range that a step updates: what every optimizer has.
 struct StepSlice {
   float* weight = nullptr;  // the fp32 parameter, or the fp32 master of a 16-bit one

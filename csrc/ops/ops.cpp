@@ -6,7 +6,6 @@
 #include <ATen/ops/scalar_tensor.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -125,15 +124,6 @@ at::Tensor abs_max(at::TensorList tensors) {
   return scalar(largest, at::kFloat);
 }
 
-at::Tensor has_inf_nan(at::TensorList tensors) {
-  const bool found = std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
-    const DType dtype = narrow_dtype_of(tensor, "has_inf_nan: tensors");
-    const at::Tensor memory = dense(tensor);
-    return cpu::has_inf_nan(memory.const_data_ptr(), memory.numel(), dtype);
-  });
-  return scalar(found, at::kBool);
-}
-
 void adam_move(at::TensorList weights, at::TensorList rounded, at::TensorList grads, at::TensorList exp_avgs,
                at::TensorList exp_avg_sqs) {
   const std::vector<std::int64_t> steps(weights.size(), 1);
@@ -157,7 +147,6 @@ TORCH_LIBRARY(bmtrain, m) {
   m.def("squared_sum(Tensor[] tensors) -> Tensor");
   m.def("abs_max(Tensor[] tensors) -> Tensor");
   m.def("abs_power_sum(Tensor[] tensors, float p) -> Tensor");
-  m.def("has_inf_nan(Tensor[] tensors) -> Tensor");
   m.def(
       "adam_move_(Tensor(a!)[] weights, Tensor(b!)[] rounded, Tensor[] grads, Tensor(c!)[] exp_avgs, "
       "Tensor(d!)[] exp_avg_sqs) -> ()");
@@ -178,6 +167,5 @@ TORCH_LIBRARY_IMPL(bmtrain, CPU, m) {
   m.impl("squared_sum", &Typed<squared_sum>::call);
   m.impl("abs_max", &Typed<abs_max>::call);
   m.impl("abs_power_sum", &Typed<abs_power_sum>::call);
-  m.impl("has_inf_nan", &Typed<has_inf_nan>::call);
   m.impl("adam_move_", &Typed<adam_move>::call);
 }

@@ -86,7 +86,6 @@ def test_norms_against_fp64(dtype: torch.dtype) -> None:
                 assert _ops.squared_sum([x]).item() == pytest.approx(wide.square().sum().item(), rel=1e-13)
                 assert _ops.abs_power_sum([x], 3).item() == pytest.approx(wide.pow(3).sum().item(), rel=1e-12)
                 assert _ops.abs_max([x]).item() == (wide.max().item() if size else 0)
-                assert not _ops.has_inf_nan([x])
 
 
 def test_norms_are_alike_at_all_levels_and_threads() -> None:
@@ -119,8 +118,8 @@ def test_one_bad_element_is_found_anywhere(bad: float, dtype: torch.dtype, name:
             for position in {0, size // 2, size - 1}:
                 x = numbers(size, dtype)
                 x[position] = bad
-                assert _ops.has_inf_nan([torch.ones(3), x])
-                assert not math.isfinite(_ops.squared_sum([x]).item())
+                assert not math.isfinite(_ops.squared_sum([torch.ones(3), x]).item())
+                assert not math.isfinite(_ops.abs_max([torch.ones(3), x]).item())
                 assert math.isnan(_ops.abs_max([x]).item()) == math.isnan(bad)
                 assert math.isinf(_ops.abs_max([x]).item()) != math.isnan(bad)
 
@@ -132,7 +131,6 @@ def test_layout_does_not_matter_and_nothing_is_fine() -> None:
             view.double().square().sum().item(), rel=1e-13
         )
     assert _ops.squared_sum([]).item() == _ops.abs_max([]).item() == 0
-    assert not _ops.has_inf_nan([])
     with pytest.raises(ValueError, match="p: expected a finite number above 0, got 0"):
         _ops.abs_power_sum([x], 0)
 

@@ -30,7 +30,6 @@ def arguments(op: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         "squared_sum": (([x, y],), {}),
         "abs_max": (([x, y],), {}),
         "abs_power_sum": (([x, y], 3.0), {}),
-        "has_inf_nan": (([x, y],), {}),
         "adam_move_": ((weights, rounded, grads, *moments), {}),
         "cross_entropy_sums": (
             (randn(3, 5), torch.tensor([0, 4, 2]), None),

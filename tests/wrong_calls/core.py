@@ -29,7 +29,6 @@ def operators() -> Calls:
         ),
         "squared_sum": (_ops.squared_sum, values),
         "abs_max": (_ops.abs_max, values),
-        "has_inf_nan": (_ops.has_inf_nan, values),
         "abs_power_sum": (_ops.abs_power_sum, {**values, "p": ("power", 3.0)}),
     }
 
