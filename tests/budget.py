@@ -29,7 +29,7 @@ PYTHON = {
 CORE = {
     "bindings": (". bindings ops", 1431),
     "common": ("common", 943),
-    "comm": ("comm", 6759),
+    "comm": ("comm", 6724),
     "shard": ("shard", 2760),
     "disk": ("disk", 844),
     "optim": ("optim", 2088),

@@ -15,87 +15,52 @@ namespace {
 // Accumulators of one pass: small enough to stay in the first-level cache next to one input's slice.
 constexpr std::int64_t kChunk = 1024;
 
-// Signed integers go through their unsigned twin: sums and products wrap around instead of being undefined.
-template <typename T>
-T add(T a, T b) {
-  if constexpr (std::is_same_v<T, bool>) {
-    return a || b;
-  } else if constexpr (std::is_integral_v<T>) {
-    using U = std::make_unsigned_t<T>;
-    return static_cast<T>(static_cast<U>(static_cast<U>(a) + static_cast<U>(b)));
-  } else {
-    return a + b;
-  }
-}
+// What sums and products are made in: those of signed integers wrap around instead of being undefined, and
+// those of bools are "any" and "all".
+template <typename A>
+using Wide = std::conditional_t<std::is_integral_v<A>, std::uint64_t, A>;
 
-template <typename T>
-T multiply(T a, T b) {
-  if constexpr (std::is_same_v<T, bool>) {
-    return a && b;
-  } else if constexpr (std::is_integral_v<T>) {
-    using U = std::uint64_t;
-    return static_cast<T>(static_cast<U>(a) * static_cast<U>(b));
-  } else {
-    return a * b;
-  }
-}
-
-template <ReduceOp op, typename A>
-A combine(A acc, A value) {
-  if constexpr (op == ReduceOp::kSum || op == ReduceOp::kAvg) {
-    return add(acc, value);
-  } else if constexpr (op == ReduceOp::kProd) {
-    return multiply(acc, value);
-  } else if constexpr (op == ReduceOp::kMax) {
-    // The second test lets a NaN in; once acc is NaN no value is greater than it.
-    return (value > acc || value != value) ? value : acc;
-  } else {
-    return (value < acc || value != value) ? value : acc;
-  }
-}
-
-template <typename T, ReduceOp op>
-void reduce_all(T* output, const std::vector<const void*>& inputs, std::int64_t numel) {
+template <typename T, typename Combine>
+void reduce_all(void* output, const std::vector<const void*>& inputs, std::int64_t numel, bool averages,
+                const Combine& combine) {
   using A = at::opmath_type<T>;  // fp32 for 16-bit types
   const auto count = static_cast<A>(inputs.size());
   A acc[kChunk];
   for (std::int64_t begin = 0; begin < numel; begin += kChunk) {
     const std::int64_t length = std::min(kChunk, numel - begin);
-    const T* first = static_cast<const T*>(inputs[0]) + begin;
-    for (std::int64_t i = 0; i < length; ++i) {
-      acc[i] = static_cast<A>(first[i]);
-    }
-    for (std::size_t r = 1; r < inputs.size(); ++r) {
+    for (std::size_t r = 0; r < inputs.size(); ++r) {
       const T* next = static_cast<const T*>(inputs[r]) + begin;
       for (std::int64_t i = 0; i < length; ++i) {
-        acc[i] = combine<op, A>(acc[i], static_cast<A>(next[i]));
-      }
-    }
-    if constexpr (op == ReduceOp::kAvg && std::is_floating_point_v<A>) {
-      for (std::int64_t i = 0; i < length; ++i) {
-        acc[i] /= count;
+        const auto value = static_cast<A>(next[i]);
+        acc[i] = r == 0 ? value : combine(acc[i], value);
       }
     }
     for (std::int64_t i = 0; i < length; ++i) {
-      output[begin + i] = static_cast<T>(acc[i]);
+      if constexpr (std::is_floating_point_v<A>) {
+        if (averages) acc[i] /= count;
+      }
+      static_cast<T*>(output)[begin + i] = static_cast<T>(acc[i]);
     }
   }
 }
 
 template <typename T>
 void reduce_typed(void* output, const std::vector<const void*>& inputs, std::int64_t numel, ReduceOp op) {
-  T* out = static_cast<T*>(output);
+  using A = at::opmath_type<T>;
+  const auto with = [&](const auto& combine) {
+    reduce_all<T>(output, inputs, numel, op == ReduceOp::kAvg, combine);
+  };
   switch (op) {
     case ReduceOp::kSum:
-      return reduce_all<T, ReduceOp::kSum>(out, inputs, numel);
     case ReduceOp::kAvg:
-      return reduce_all<T, ReduceOp::kAvg>(out, inputs, numel);
-    case ReduceOp::kMax:
-      return reduce_all<T, ReduceOp::kMax>(out, inputs, numel);
-    case ReduceOp::kMin:
-      return reduce_all<T, ReduceOp::kMin>(out, inputs, numel);
+      return with([](A a, A b) { return static_cast<A>(Wide<A>(a) + Wide<A>(b)); });
     case ReduceOp::kProd:
-      return reduce_all<T, ReduceOp::kProd>(out, inputs, numel);
+      return with([](A a, A b) { return static_cast<A>(Wide<A>(a) * Wide<A>(b)); });
+    // The second test lets a NaN in; once there is one no value is greater or less than it.
+    case ReduceOp::kMax:
+      return with([](A a, A b) { return b > a || b != b ? b : a; });
+    case ReduceOp::kMin:
+      return with([](A a, A b) { return b < a || b != b ? b : a; });
   }
 }
 
