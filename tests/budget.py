@@ -24,13 +24,13 @@ PYTHON = {
     "files": ("_files dcp distributed store weights", 4666),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10151),
     "survive": ("_survive survive", 2760),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 14_008),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 14_007),
 }
 CORE = {
-    "bindings": (". bindings ops", 1431),
+    "bindings": (". bindings ops", 1430),
     "common": ("common", 943),
-    "comm": ("comm", 6724),
-    "shard": ("shard", 2760),
+    "comm": ("comm", 6718),
+    "shard": ("shard", 2757),
     "disk": ("disk", 844),
     "optim": ("optim", 2088),
     "cpu": ("cpu", 2242),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._base.unseen import gradient_of
-from .._C import ShardedBuffer
+from .._C import ShardedBuffer, lend
 from .._ranks.agree import failing_together
 from .._shards.at_rest import finish_update
 from ..errors import DiskError
@@ -45,7 +45,7 @@ class StoredShard:
 
         def put_gradient(memory: Tensor) -> None:  # not a method, which would keep this object, and its file
             if buffer.gradient_shard is not None:
-                buffer.use_gradient_memory(memory)
+                lend(buffer.gradient_shard, memory)
 
         nbytes = shard.numel() * shard.element_size()
         file = tier.drives.reserve(aligned(nbytes) * (parameters + gradients))
@@ -53,9 +53,9 @@ class StoredShard:
         self.gradients: StoredArray | None = None
         if parameters:
             self.parameters = StoredArray(
-                tier, file, 0, nbytes, f"parameters of {label}", buffer.use_shard_memory
+                tier, file, 0, nbytes, f"parameters of {label}", lambda memory: lend(buffer.shard, memory)
             )
-            buffer.use_shard_memory(self.parameters.mapping)
+            lend(shard, self.parameters.mapping)
         if gradients:
             offset = aligned(nbytes) * parameters
             self.gradients = StoredArray(tier, file, offset, nbytes, f"gradients of {label}", put_gradient)
@@ -159,7 +159,7 @@ class StoredShard:
             self._sealed = self._fetched = None
         elif (new := self._leave(array)) is not None:
             new[: shard.numel() * shard.element_size()].copy_(shard.view(torch.uint8))
-            self.buffer.use_shard_memory(new)
+            lend(shard, new)
 
     def _leave(self, array: StoredArray) -> Tensor | None:
         """See :meth:`StoredArray.leave`; all ranks raise a failure before the next gather."""
@@ -223,7 +223,7 @@ class StoredShard:
                 array.is_in_use = True
                 new = array.leave()
                 new[: flat.numel() * flat.element_size()].copy_(flat.view(torch.uint8))
-                self.buffer.use_gradient_memory(new)
+                lend(flat, new)
             array.send()
             self.seal_gradients()
             self.tier.note_leaving(self)

@@ -121,7 +121,7 @@ class SharedWard:
         for buffer, offset in self._layout.buffers:
             if buffer.shard.numel():
                 moved = self._file.tensor(offset, buffer.shard.numel(), buffer.shard.dtype)
-                buffer.use_shard_memory(moved.copy_(buffer.shard))
+                lend(buffer.shard, moved.copy_(buffer.shard))
         for p, offset in self._layout.alone:
             value, moved = data_of(p), self._file.tensor(offset, p.numel(), p.dtype)
             moved.copy_(value.reshape(-1))

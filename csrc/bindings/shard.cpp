@@ -218,11 +218,10 @@ void bind_buffer(py::module_& m) {
   buffer.def("local_view", of(&ShardedBuffer::shard, &ShardMemory::local_view), py::arg("index"))
       .def("attach", of(&ShardedBuffer::shard, &ShardMemory::attach))
       .def("make_shard", of(&ShardedBuffer::shard, &ShardMemory::make), py::arg("index"))
-      .def("use_shard_memory", of(&ShardedBuffer::shard, &ShardMemory::use_memory), py::arg("memory"))
       .def(
           "use_gradient_memory",
           [](ShardedBuffer& self, const at::Tensor& memory) { self.gradient_shard().use_memory(memory); },
-          py::arg("memory"))
+          py::arg("memory"), "Makes the next gradient shard of it.")
       .def("keep_gradient_memory", [](ShardedBuffer& self) { self.gradient_shard().keep_memory(); })
       .def("adopt_data", &ShardedBuffer::adopt_data)
       .def(

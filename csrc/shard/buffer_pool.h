@@ -1,12 +1,11 @@
-// BufferPool: the short-lived large buffers of a step (gathered parameters,
-// gradients on their way to the shards).
+// BufferPool: the short-lived large buffers of a step (gathered parameters, gradients on their way to the
+// shards).
 //
-// A buffer is handed out as a c10::DataPtr whose deleter brings it back, so a
-// buffer in use can never be handed out twice, whatever path an error takes.
-// Idle buffers are kept up to `idle_per_class` of each size, and together not
-// many more bytes than `idle_per_class` of the largest size, see [Note: What stays
-// idle]; the rest goes back to the operating system: large host buffers are mapped
-// directly, because the C library keeps what it is given. For any thread; buffers come back from any thread.
+// A buffer is handed out as a c10::DataPtr whose deleter brings it back, so a buffer in use can never be
+// handed out twice, whatever path an error takes. Idle buffers are kept up to `idle_per_class` of each size,
+// and together not many more bytes than `idle_per_class` of the largest size, see [Note: What stays idle];
+// the rest goes back to the operating system: large host buffers are mapped directly, because the C library
+// keeps what it is given. For any thread; buffers come back from any thread.
 //
 // [Note: What stays idle]
 // A model of many different blocks would otherwise keep idle_per_class buffers of each of their sizes: twice
@@ -31,12 +30,11 @@ namespace bmtrain {
 /// Owned by std::shared_ptr: buffers in use hold the pool that they return to.
 class BufferPool : public std::enable_shared_from_this<BufferPool> {
  public:
-  /// `poison`: fill new and returned buffers with 0xFF bytes (NaN in every floating
-  /// dtype), to make any use after release loud.
+  /// `poison`: fill new and returned buffers with 0xFF bytes (NaN in every floating dtype), to make any use
+  /// after release loud.
   BufferPool(std::int64_t idle_per_class, bool poison);
 
-  /// A buffer of at least `nbytes` with arbitrary contents; demand beyond the
-  /// idle buffers allocates, never waits.
+  /// A buffer of at least `nbytes` with arbitrary contents; demand beyond the idle buffers allocates.
   [[nodiscard]] c10::DataPtr acquire(std::int64_t nbytes, c10::Device device) BMT_EXCLUDES(mutex_);
 
   /// Gives all idle buffers back to the system.

@@ -60,21 +60,6 @@ void Reduction::join(const std::vector<bool>& trains) {
   }
 }
 
-bool Reduction::drop(const std::vector<bool>& which) {
-  spec_.check_flags("which", which);
-  BMT_CHECK(StateError, stage_ == Stage::kReceiving, spec_.label, ": there is no gradient to drop");
-  bool is_any_left = false;
-  for (std::size_t i = 0; i < which.size(); ++i) {
-    trains_[i] = trains_[i] && !which[i];
-    places_[i].has_gradient = places_[i].has_gradient && !which[i];
-    is_any_left = is_any_left || trains_[i];
-  }
-  if (!is_any_left) {
-    cancel();
-  }
-  return is_any_left;
-}
-
 void Reduction::accumulate(std::size_t index, const at::Tensor& gradient) {
   BMT_CHECK(
       StateError, stage_ == Stage::kReceiving, spec_.label,

@@ -1,5 +1,7 @@
 // What a reduction does beside sending each rank its slice: sums over hosts and replicas, see [Note: Ways of
-// a reduction] and [Note: Replicas] in buffer_spec.h, and gradients of virtual shards.
+// a reduction] and [Note: Replicas] in buffer_spec.h, and gradients of several backwards and of virtual
+// shards.
+#include <ATen/ops/add.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -83,12 +85,45 @@ bool Reduction::start_next_sum() {
   return true;
 }
 
+bool Reduction::drop(const std::vector<bool>& which) {
+  spec_.check_flags("which", which);
+  BMT_CHECK(StateError, stage_ == Stage::kReceiving, spec_.label, ": there is no gradient to drop");
+  bool is_any_left = false;
+  for (std::size_t i = 0; i < which.size(); ++i) {
+    trains_[i] = trains_[i] && !which[i];
+    places_[i].has_gradient = places_[i].has_gradient && !which[i];
+    is_any_left = is_any_left || trains_[i];
+  }
+  if (!is_any_left) {
+    cancel();
+  }
+  return is_any_left;
+}
+
 void Reduction::push_slices(TreeSum& tree) const {
   BMT_CHECK(StateError, stage_ != Stage::kSummed, spec_.label, ": the gradients were summed already");
   BMT_CHECK(StateError, spec_.reduce_way == ReduceWay::kDirect, spec_.label,
             ": virtual shards need the gradients of each rank, not sums of several");
   for (const at::Tensor& slice : slices()) {
     tree.push(slice);
+  }
+}
+
+void GradientShard::add(const at::Tensor& sum, const std::vector<bool>& trains) {
+  const PlainMode plain;
+  make(trains);
+  for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
+    if (!trains[i]) {
+      continue;
+    }
+    const LocalPart& part = spec_.local_parts[i];
+    const at::Tensor own = sum.narrow(0, part.shard_offset, part.numel);
+    at::Tensor& gradient = spec_.parameters[i].mutable_grad();
+    if (gradient.defined()) {
+      gradient.copy_(at::add(own.view_as(gradient), gradient));
+    } else {
+      flat_.narrow(0, part.shard_offset, part.numel).copy_(own);
+    }
   }
 }
 

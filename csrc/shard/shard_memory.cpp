@@ -1,15 +1,12 @@
 #include "shard/shard_memory.h"
 
-#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <memory>
 #include <utility>
 
 #include "common/check.h"
-#include "shard/graph.h"
 
 namespace bmtrain {
 namespace {
@@ -19,16 +16,6 @@ bool refers_to(const at::Tensor& tensor, const at::Tensor& memory) {
 }
 
 }  // namespace
-
-void lend(const at::Tensor& flat, const at::Tensor& memory) {
-  BMT_CHECK(ValueError, memory.is_cpu() && memory.is_contiguous() && memory.nbytes() >= flat.nbytes(),
-            "memory: expected ", flat.nbytes(), " contiguous bytes on the CPU, got ", memory.nbytes());
-  auto held = std::make_unique<at::Tensor>(memory);
-  void* const data = held->data_ptr();
-  const auto let_go = [](void* tensor) { delete static_cast<at::Tensor*>(tensor); };
-  put_memory(flat.storage(), {data, held.release(), let_go, flat.device()},
-             static_cast<std::int64_t>(flat.nbytes()));
-}
 
 ShardMemory::ShardMemory(const BufferSpec& spec) : spec_(spec) {
   make_views();
@@ -72,21 +59,12 @@ std::int64_t ShardMemory::num_references() const {
   return count;
 }
 
-void ShardMemory::use_memory(const at::Tensor& memory) const { lend(flat_, memory); }
-
 void ShardMemory::attach() const {
   for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
     if (!spec_.parameters[i].is_meta()) {
       spec_.parameters[i].set_data(local_views_[i]);
     }
   }
-}
-
-void ShardMemory::make(std::size_t index) {
-  spec_.check_index(index);
-  const PlainMode plain;
-  allocate();
-  materialize(spec_.parameters[index], local_views_[index]);
 }
 
 void ShardMemory::check_data() const {
@@ -116,80 +94,12 @@ bool ShardMemory::has_new_data() const {
   return false;
 }
 
-void ShardMemory::leave_memory_to_others(std::int64_t num_others) {
-  const at::Tensor old = flat_;
-  if (old.storage().nbytes() == 0 || static_cast<std::int64_t>(old.storage().use_count()) <=
-                                         num_references() + num_others + 1) {  // and `old` itself
-    return;
-  }
-  std::vector<std::size_t> attached;
-  for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
-    if (!spec_.parameters[i].is_meta() && is_attached(i)) {
-      attached.push_back(i);
-    }
-  }
-  make_views();
-  allocate();
-  flat_.copy_(old);
-  for (const std::size_t i : attached) {
-    spec_.parameters[i].set_data(local_views_[i]);
-  }
-}
-
-void ShardMemory::adopt_data(std::int64_t num_others) {
-  const PlainMode plain;
-  bool is_first = true;
-  for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
-    const at::Tensor& parameter = spec_.parameters[i];
-    if (parameter.is_meta() || is_attached(i)) {
-      continue;
-    }
-    const LocalPart& part = spec_.local_parts[i];
-    const at::IntArrayRef shape = spec_.shapes[i];
-    const c10::DeviceType where = parameter.device().type();
-    BMT_CHECK(StateError,
-              parameter.scalar_type() == spec_.dtype &&
-                  (where == spec_.device.type() || where == spec_.home().type()),
-              spec_.label, ": a parameter of shape ", shape, " has become ", parameter.scalar_type(), " on ",
-              parameter.device(), " while the Block holds ", spec_.dtype, " on ", spec_.home(),
-              "; convert the whole Block or model, not a module in it");
-    const bool is_full = parameter.sizes() == shape;
-    BMT_CHECK(StateError, is_full || (parameter.dim() == 1 && parameter.numel() == part.numel), spec_.label,
-              ": a parameter's data were replaced by a tensor of shape ", parameter.sizes(),
-              "; expected the full shape ", shape, " or this rank's ", part.numel, " elements");
-    if (std::exchange(is_first, false)) {
-      leave_memory_to_others(num_others);
-    }
-    const at::Tensor flat = parameter.detach().reshape({-1});
-    local_views_[i].copy_(is_full ? flat.narrow(0, part.param_begin, part.numel) : flat);
-    parameter.set_data(local_views_[i]);
-  }
-}
-
-void materialize(const at::Tensor& parameter, const at::Tensor& data) {
-  BMT_CHECK(StateError, parameter.is_meta(), "expected a parameter on the meta device, got one on ",
-            parameter.device());
-  BMT_CHECK(TypeError, parameter.scalar_type() == data.scalar_type(), "data: expected ",
-            parameter.scalar_type(), ", got ", data.scalar_type());
-  parameter.unsafeGetTensorImpl()->shallow_copy_from(data.getIntrusivePtr());
-  // As set_data() does where the device changes: an accumulator expects gradients like the old data.
-  torch::autograd::impl::set_grad_accumulator(parameter, NodeTraits<NodePtr>::Weak(NodePtr()));
-}
-
 std::int64_t GradientShard::num_references() const {
   std::int64_t count = flat_.defined() ? 1 : 0;
   for (const at::Tensor& parameter : spec_.parameters) {
     count += static_cast<std::int64_t>(refers_to(parameter.grad(), flat_));
   }
   return count;
-}
-
-void GradientShard::use_memory(const at::Tensor& memory) {
-  if (flat_.defined()) {
-    lend(flat_, memory);
-  } else {
-    next_memory_ = memory;
-  }
 }
 
 GradientShard::Mode GradientShard::mode_of(std::size_t index, const std::vector<bool>& trains) const {
@@ -299,24 +209,6 @@ void GradientShard::sum_run(const std::vector<at::Tensor>& slices, std::size_t f
         accumulates ? own.to(options, /*non_blocking=*/true) : at::empty(own.sizes(), options);
     sum_slices(sum, parts, accumulates);
     own.copy_(sum, /*non_blocking=*/true);
-  }
-}
-
-void GradientShard::add(const at::Tensor& sum, const std::vector<bool>& trains) {
-  const PlainMode plain;
-  make(trains);
-  for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
-    if (!trains[i]) {
-      continue;
-    }
-    const LocalPart& part = spec_.local_parts[i];
-    const at::Tensor own = sum.narrow(0, part.shard_offset, part.numel);
-    at::Tensor& gradient = spec_.parameters[i].mutable_grad();
-    if (gradient.defined()) {
-      gradient.copy_(at::add(own.view_as(gradient), gradient));
-    } else {
-      flat_.narrow(0, part.shard_offset, part.numel).copy_(own);
-    }
   }
 }
 

@@ -17,7 +17,7 @@
 
 namespace bmtrain {
 
-/// From now on `memory` is under the storage of a flat tensor that fills it.
+/// From now on `memory` is under the storage of a flat tensor that fills it, and all that refers to it.
 void lend(const at::Tensor& flat, const at::Tensor& memory);
 
 class ShardMemory {
@@ -30,8 +30,6 @@ class ShardMemory {
   [[nodiscard]] const at::Tensor& local_view(std::size_t index) const;
   /// How many of the tensors here, and of the parameters in their own places, refer to the shard.
   [[nodiscard]] std::int64_t num_references() const;
-  /// From now on `memory`, which has the same values, is under the shard and all that refers to it.
-  void use_memory(const at::Tensor& memory) const;
 
   /// Makes every parameter's data the view of the shard, but those on the meta device.
   void attach() const;
@@ -69,9 +67,8 @@ class GradientShard {
   /// How many of the tensors here and of the parameters' gradients refer to it.
   [[nodiscard]] std::int64_t num_references() const;
 
-  /// From now on `memory` is under the gradient shard and all that refers to it; it has the same values, or
-  /// if there is no gradient shard, any: the next one is made of it.
-  void use_memory(const at::Tensor& memory);
+  /// The next gradient shard is made of `memory`.
+  void use_memory(const at::Tensor& memory) { next_memory_ = memory; }
 
   /// Whether a sum for the parameters with `trains[i]` would be written here, and added to no `.grad`.
   [[nodiscard]] bool writes_only(const std::vector<bool>& trains) const;

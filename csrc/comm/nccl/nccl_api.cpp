@@ -49,12 +49,6 @@ void look_up_one(void* handle, const std::string& path, const char* name, Functi
             ": it is not an NCCL library of version 2.19 or later", kRemedy);
 }
 
-template <typename Function>
-bool find_one(void* handle, const char* name, Function& function) {
-  function = reinterpret_cast<Function>(dlsym(handle, name));
-  return function != nullptr;
-}
-
 }  // namespace
 
 std::string nccl_version_text(int version) {
