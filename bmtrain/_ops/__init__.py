@@ -9,19 +9,15 @@ from functools import cache
 
 import torch
 
+from .._C import step_of_groups
 from . import fakes  # noqa: F401 - registers them
 from .cross_entropy import CrossEntropySums, cross_entropy_gradient_, cross_entropy_sums
 from .tensors import abs_max, abs_power_sum, ordered_sum_, scale_, squared_sum
-from .updates import AdamRanges, DeltaSums, adam_, adam_move_, step_of_groups
 
 __all__ = [
-    "AdamRanges",
     "CrossEntropySums",
-    "DeltaSums",
     "abs_max",
     "abs_power_sum",
-    "adam_",
-    "adam_move_",
     "cross_entropy_gradient_",
     "cross_entropy_sums",
     "has_kernels",

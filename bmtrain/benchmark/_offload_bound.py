@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import _ops
 from ..optim._arrays import allocate
 
 #: Bytes per 16-bit parameter that its update moves on the host: gradient in, fp32 weight and moments in and out,
@@ -84,12 +83,12 @@ def measure_rates(device: torch.device, numel: int, repeat: int) -> Rates:
         [torch.Size([numel])], [torch.float32] * 3, torch.device("cpu")
     )
     gradient, rounded = torch.zeros(numel, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
-    ranges = _ops.AdamRanges([weight], [rounded], [gradient], [exp_avg], [exp_avg_sq], [1])
+    lists = [weight], [rounded], [gradient], [exp_avg], [exp_avg_sq]
     moved = _WIRE_BYTES * numel
     return Rates(
         to_host=moved / _median(lambda: on_host.copy_(on_device, non_blocking=True), device, repeat),
         to_device=moved / _median(lambda: on_device.copy_(on_host, non_blocking=True), device, repeat),
-        host=HOST_BYTES * numel / _median(lambda: _ops.adam_move_(ranges), device, repeat),
+        host=HOST_BYTES * numel / _median(lambda: torch.ops.bmtrain.adam_move_(*lists), device, repeat),
     )
 
 

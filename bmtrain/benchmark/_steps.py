@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import _ops
 from ..optim import (
     AdamOffloadOptimizer,
     AdamOptimizer,
@@ -186,8 +185,7 @@ def _mover(optimizer: Any) -> Callable[[], Any]:
         [optimizer.state[p][name] for p in params] for name in (MASTER, *MOMENTS)
     )
     rounded, grads = [p.detach() for p in params], [p.grad for p in params]
-    ranges = _ops.AdamRanges(weights, rounded, grads, exp_avgs, exp_avg_sqs, [1] * len(params))
-    return lambda: _ops.adam_move_(ranges)
+    return lambda: torch.ops.bmtrain.adam_move_(weights, rounded, grads, exp_avgs, exp_avg_sqs)
 
 
 def _copier(num_bytes: int) -> Callable[[], Any]:

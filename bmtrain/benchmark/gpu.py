@@ -29,6 +29,7 @@ from .._tools.gpt import GPT
 from ..init import init_distributed, is_initialized
 from ..loss import FusedCrossEntropy
 from ..optim._arrays import allocate
+from ..optim.formulas import Adam
 from ._offload_gpu import Shape, measure_offload, print_offload
 from ._options import add_names, numbers
 from ._policies_gpu import measure_policies, print_policies
@@ -157,8 +158,9 @@ def measure_adam(size: int, copy: float, repeat: int) -> dict[str, Any]:
     weight.normal_()
     grad = torch.randn(size, device="cuda", dtype=torch.bfloat16)
     rounded = weight.bfloat16()
-    ranges = _ops.AdamRanges([weight], [rounded], [grad], [exp_avg], [exp_avg_sq], [10])
-    ours = seconds_of(lambda: _ops.adam_(ranges, **options, scale=1024.0, decoupled=True), repeat)
+    lists = [weight], [rounded], [grad], [exp_avg], [exp_avg_sq], [10]
+    group = Adam().numbers_of({**options, "maximize": False}, is_low=True, scale=1024.0)
+    ours = seconds_of(lambda: _ops.step_of_groups("adam", lists, [1], [group]), repeat)
     bits = _has_torchs_bits(options)
     master = torch.nn.Parameter(weight)
     master.grad = torch.empty_like(weight)
@@ -189,13 +191,11 @@ def _has_torchs_bits(options: dict[str, Any]) -> bool:
     exp_avgs, exp_avg_sqs = allocate([start.shape], [torch.float32] * 2, start.device)
     theirs = torch.nn.Parameter(start.clone())
     peer = torch.optim.Adam([theirs], **options)
+    group = Adam().numbers_of({**options, "maximize": False}, is_low=False, scale=1.0)
     for step in range(1, 6):
         theirs.grad = torch.randn_like(start)
-        _ops.adam_(
-            _ops.AdamRanges([start], [], [theirs.grad], exp_avgs, exp_avg_sqs, [step]),
-            as_torch=True,
-            **options,
-        )
+        lists: Any = [start], [], [theirs.grad], exp_avgs, exp_avg_sqs, [step]
+        _ops.step_of_groups("adam", lists, [1], [group], as_torch=True)
         peer.step()
     return torch.equal(start, theirs.detach())
 

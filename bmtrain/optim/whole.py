@@ -96,10 +96,6 @@ class WholeOptimizer(UntracedOptimizer):
             self._inner.add_param_group(self._members.stand_in(param_group))
         super().add_param_group(param_group)
 
-    def owner_of(self, p: Tensor) -> int:
-        """Returns the rank that updates ``p``, among the ranks that hold it (see `Team`)."""
-        return self._members.owners[p]
-
     def owns(self, p: Tensor) -> bool:
         """Whether this rank updates ``p``."""
         return p in self._members.masters

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from adam_factors import adam_factors as factors_of_adam
+from adam_steps import AdamRanges, adam_step
 from emulated_gpu import EmulatedGpu, Traffic, dtype_number, sparse_memory
 from kernel_levels import same_bits
 from momentum_steps import MomentumRanges, lion_step, sgd_step
 from torch import Tensor
 
-from bmtrain import _ops
 from bmtrain.optim._narrow import store_values, stored_shape
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -117,8 +117,8 @@ def run(
 
 def adam_on_cpu(r: Range, step: int, scale: float, decoupled: bool) -> None:
     rounded = [] if r.rounded is None else [r.rounded]
-    ranges = _ops.AdamRanges([r.weight], rounded, [r.grad], [r.moments[0]], [r.moments[1]], [step])
-    _ops.adam_(ranges, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, scale=scale, decoupled=decoupled)
+    ranges = AdamRanges([r.weight], rounded, [r.grad], [r.moments[0]], [r.moments[1]], [step])
+    adam_step(ranges, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, scale=scale, decoupled=decoupled)
 
 
 def assert_same(mine: Range, theirs: Range) -> None:

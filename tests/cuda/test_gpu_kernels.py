@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from adam_steps import AdamRanges, adam_step
 from harness.losses import assert_cross_entropy
 from momentum_steps import MomentumRanges, lion_step, sgd_step
 from torch import Tensor
@@ -110,7 +111,7 @@ def test_adam_has_the_bits_of_the_cpu(
     sizes = [5, 2048, 70_001] + [33] * 20  # more ranges than one launch takes
     options = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
     weights = [values(n, torch.float32, n % 2) for n in sizes]
-    gpu = _ops.AdamRanges(
+    gpu = AdamRanges(
         weights,
         [] if dtype is torch.float32 else [w.to(dtype) for w in weights],
         [],
@@ -118,17 +119,17 @@ def test_adam_has_the_bits_of_the_cpu(
         [torch.zeros(n, device="cuda") for n in sizes],
         [1] * len(sizes),
     )
-    cpu = _ops.AdamRanges(*([x.cpu() for x in tensors] for tensors in gpu[:5]), steps=[1] * len(sizes))
+    cpu = AdamRanges(*([x.cpu() for x in tensors] for tensors in gpu[:5]), steps=[1] * len(sizes))
     for step in range(1, 5):
         grads = [values(n, grad_dtype, seed=step) for n in sizes]
         steps = [step + index % 2 for index in range(len(sizes))]
         quiet()
-        _ops.adam_(
+        adam_step(
             gpu._replace(grads=grads, steps=steps), **options, scale=scale, decoupled=decoupled, hold_steps=1
         )
         loud()
         on_cpu = cpu._replace(grads=[g.cpu() for g in grads], steps=steps)
-        _ops.adam_(on_cpu, **options, scale=scale, decoupled=decoupled, hold_steps=1)
+        adam_step(on_cpu, **options, scale=scale, decoupled=decoupled, hold_steps=1)
     for of_gpu, of_cpu in zip(gpu[:5], cpu[:5], strict=True):
         for x, y in zip(of_gpu, of_cpu, strict=True):
             assert_bits(x, y)

@@ -460,7 +460,7 @@ def in_stages(kind: str) -> None:
         bmt.optim_step(optimizer)
         if step < 2 and kind == "whole_matrix":
             found = sum(comm.traffic()[kind][0] for kind in ("send", "recv") if kind in comm.traffic())
-            ranks = [{optimizer.owner_of(p)} | {r for r in (0, 1) if p._spec.part(r)[1]} for p in here]
+            ranks = [{optimizer._members.owners[p]} | {r for r in (0, 1) if p._spec.part(r)[1]} for p in here]
             assert found == 2 * sum(len(of_one) - 1 for of_one in ranks) > 0
         assert all(torch.equal(p.gather(), whole[name]) for name, p in named.items())
         if step == 1:

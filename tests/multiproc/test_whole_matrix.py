@@ -348,7 +348,9 @@ def traffic() -> None:
     comm.reset_traffic()
     optimizer.step()
     found = {kind: tuple(counts) for kind, counts in comm.traffic().items() if counts[0]}
-    parts = [p._spec.part(r)[1] for p in named.values() for r in range(world) if r != optimizer.owner_of(p)]
+    parts = [
+        p._spec.part(r)[1] for p in named.values() for r in range(world) if r != optimizer._members.owners[p]
+    ]
     sent = bmt.distributed.all_reduce(torch.tensor(found.pop("send"), dtype=torch.float64))
     assert sent.tolist() == [2 * sum(part > 0 for part in parts), 2 * 4 * sum(parts)]
     del found["recv"]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from adam_steps import AdamRanges
 from harness import run_process
 
-from bmtrain import _ops
 from bmtrain.__main__ import main
 from bmtrain.benchmark._steps import Size
 
@@ -56,22 +56,21 @@ def test_other_formulas(
 
 
 def test_the_move_has_the_bytes_of_a_step() -> None:
-    ranges = _ops.AdamRanges(*([torch.full((1001,), float(k), dtype=d)] for k, d in enumerate(
+    ranges = AdamRanges(*([torch.full((1001,), float(k), dtype=d)] for k, d in enumerate(
         (torch.float32, torch.bfloat16, torch.bfloat16, torch.float32, torch.float32))), [1])  # fmt: skip
-    _ops.adam_move_(ranges)
+    torch.ops.bmtrain.adam_move_(*ranges[:5])
     assert [t[0].unique().tolist() for t in ranges[:5]] == [[0], [2], [2], [3], [4]]
     codes = [torch.arange(1001 + 32).byte() for _ in range(2)]
     weights = ranges.weights[0].clone()
-    _ops.adam_move_(
-        ranges._replace(rounded=[torch.zeros(1001).bfloat16()], exp_avgs=codes[:1], exp_avg_sqs=codes[1:])
-    )
+    coded = ranges._replace(rounded=[torch.zeros(1001).bfloat16()], exp_avgs=codes[:1], exp_avg_sqs=codes[1:])
+    torch.ops.bmtrain.adam_move_(*coded[:5])
     assert torch.equal(ranges.weights[0], weights)
     assert all(torch.equal(array, torch.arange(1001 + 32).byte()) for array in codes)
     assert Size.read("100x16").numel == 100 << 16
     with pytest.raises(
         TypeError, match="expected 16-bit grads and rounded weights, and moments in float32 or 8 bits"
     ):
-        _ops.adam_move_(ranges._replace(rounded=[], grads=[torch.ones(1001)]))
+        torch.ops.bmtrain.adam_move_(*ranges._replace(rounded=[], grads=[torch.ones(1001)])[:5])
 
 
 def test_offload_reports_what_is_exposed(tmp_path: Path) -> None:

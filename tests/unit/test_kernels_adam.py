@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from adam_steps import AdamRanges, DeltaSums, adam_step
 from kernel_levels import LEVELS, Arrays, level, odd, same_bits
-
-from bmtrain import _ops
 
 SIZES = (0, 1, 31, 32, 33, 255, 1_000_001)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -26,12 +25,12 @@ class Problem(Arrays):
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
 
-    def step(self, number: int = 3, **options: Any) -> _ops.DeltaSums:
-        return _ops.adam_(ranges_of([self], number), **options)
+    def step(self, number: int = 3, **options: Any) -> DeltaSums:
+        return adam_step(ranges_of([self], number), **options)
 
 
-def ranges_of(problems: list[Problem], number: int) -> _ops.AdamRanges:
-    return _ops.AdamRanges(
+def ranges_of(problems: list[Problem], number: int) -> AdamRanges:
+    return AdamRanges(
         [p.weight for p in problems],
         [p.rounded for p in problems if p.rounded is not None],
         [p.grad for p in problems],
@@ -199,7 +198,7 @@ def test_neighbours_are_one_range_and_gaps_are_left_alone() -> None:
         return Problem(*(t if t is None else t[first : first + count] for t in vars(whole).values()))
 
     pieces = [part(0, 100), part(100, 0), part(100, 20_001), part(20_101, 7), part(20_150, 1000)]
-    _ops.adam_(ranges_of(pieces, 3), **DEFAULTS)
+    adam_step(ranges_of(pieces, 3), **DEFAULTS)
     for name, t in vars(whole).items():
         expected = getattr(start, name).clone()
         for first, last in ((0, 20_108), (20_150, 21_150)):
@@ -219,7 +218,7 @@ def test_a_range_ends_where_one_of_its_arrays_does(apart: str) -> None:
         kept, expected = behind.zero_().clone(), [half.copy() for half in halves]
         for half in expected:
             half.step(3, **DEFAULTS)
-        _ops.adam_(ranges_of(halves, 3), **DEFAULTS)
+        adam_step(ranges_of(halves, 3), **DEFAULTS)
         assert same_bits(behind, kept)
         for half, other in zip(halves, expected, strict=True):
             assert all(same_bits(a, b) for a, b in zip(half.arrays(), other.arrays(), strict=True))
@@ -228,7 +227,7 @@ def test_a_range_ends_where_one_of_its_arrays_does(apart: str) -> None:
 def test_each_tensor_has_its_own_step_number() -> None:
     p, q = problem(100), problem(101)
     p2, q2 = p.copy(), q.copy()
-    _ops.adam_(ranges_of([p, q], 1)._replace(steps=[1, 9]), **DEFAULTS, hold_steps=2)
+    adam_step(ranges_of([p, q], 1)._replace(steps=[1, 9]), **DEFAULTS, hold_steps=2)
     p2.step(1, **DEFAULTS, hold_steps=2)
     q2.step(9, **DEFAULTS)
     assert same_bits(p.weight, p2.weight)
@@ -293,17 +292,17 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
         good.rounded = torch.zeros(4).half()
     before = good.copy()
     with pytest.raises(error, match=message):
-        _ops.adam_(ranges_of([bad, good] if bad.rounded is not None else [bad], 1), **DEFAULTS)
+        adam_step(ranges_of([bad, good] if bad.rounded is not None else [bad], 1), **DEFAULTS)
     ranges = ranges_of([good, bad], 1)
     with pytest.raises(error):
-        _ops.adam_(ranges, **DEFAULTS)
+        adam_step(ranges, **DEFAULTS)
     assert same_bits(good.weight, before.weight)
 
 
 def test_lists_of_different_lengths_are_refused() -> None:
     p = problem(4)
     with pytest.raises(ValueError, match=r"lists of one length, got weights 1, rounded 0, grads 0"):
-        _ops.adam_(ranges_of([p], 1)._replace(grads=[]), **DEFAULTS)
+        adam_step(ranges_of([p], 1)._replace(grads=[]), **DEFAULTS)
     with pytest.raises(ValueError, match=r"steps\[0\]: expected 1 or more, got 0"):
         p.step(0, **DEFAULTS)
 
@@ -327,7 +326,7 @@ def test_bf16_moments_have_the_same_bits_at_every_level_and_for_every_partition(
             with level(name):
                 for number in (1, 2, 1000):
                     p.step(number, **DEFAULTS)
-                    _ops.adam_(ranges_of(parts, number), **DEFAULTS)
+                    adam_step(ranges_of(parts, number), **DEFAULTS)
             results += [p, pieces]
         for other in results[1:]:
             assert all(same_bits(a, b) for a, b in zip(results[0].arrays(), other.arrays(), strict=True))

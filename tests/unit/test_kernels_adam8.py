@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from adam_steps import AdamRanges, adam_step
 from kernel_levels import LEVELS, level, same_bits
 from torch import Tensor, nn
 
-from bmtrain import _ops
 from bmtrain.optim import AdamOptimizer
 from bmtrain.optim._narrow import dtype_for, store_values, stored_shape, values_of
 from bmtrain.optim._updates import Update
@@ -61,7 +61,7 @@ def copy_of(parts: Parts) -> Parts:
 def step(parts: Parts, number: int, options: dict[str, Any]) -> None:
     weight, rounded, *rest = parts
     lists = [[weight], [] if rounded is None else [rounded], *([t] for t in rest)]
-    _ops.adam_(_ops.AdamRanges(*lists, [number]), **options)  # type: ignore[arg-type]
+    adam_step(AdamRanges(*lists, [number]), **options)  # type: ignore[arg-type]
 
 
 def step_by_torch(parts: Parts, number: int, options: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from ... import _ops
 from ..._C import ReduceOp
 from ..._ranks.agree import largest
 from ..._ranks.context import Context
+from ...optim.formulas import Adam
 from ..started import run_forked
 from .findings import Check
 from .ranks import meet
@@ -96,11 +97,12 @@ def _kernels(context: Context) -> str:
     for place in (torch.device("cpu"), device):
         w, g = weight.to(place, copy=True), grad.bfloat16().to(place)
         moments = [torch.zeros_like(w) for _ in range(2)]
-        ranges = _ops.AdamRanges([w], [w.bfloat16()], [g], [moments[0]], [moments[1]], [3])
-        options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
-        _ops.adam_(ranges, **options, scale=1024.0, decoupled=True)
-        total = _ops.ordered_sum_(torch.empty_like(g), [g, ranges.rounded[0], g])
-        results.append([x.cpu() for x in (w, ranges.rounded[0], *moments, total)])
+        rounded = w.bfloat16()
+        options = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
+        group = Adam().numbers_of(options, is_low=True, scale=1024.0)
+        _ops.step_of_groups("adam", [[w], [rounded], [g], *([m] for m in moments), [3]], [1], [group])
+        total = _ops.ordered_sum_(torch.empty_like(g), [g, rounded, g])
+        results.append([x.cpu() for x in (w, rounded, *moments, total)])
     equal = all(torch.equal(mine, reference) for mine, reference in zip(*results, strict=True))
     _require([] if equal else ["Adam or a sum differs from the CPU's"])
     return "Adam and sums have the bits of the CPU's"

@@ -28,10 +28,10 @@ class Deltas:
         self.total = 0.0
         self.squares = 0.0
 
-    def add(self, sums: _ops.DeltaSums, count: int) -> None:
+    def add(self, total: float, squares: float, count: int) -> None:
         self.count += count
-        self.total += sums.total
-        self.squares += sums.squares
+        self.total += total
+        self.squares += squares
 
     @property
     def mean(self) -> float:
@@ -115,7 +115,7 @@ class Adam(Formula):
             **options,
         )
         if self.record_delta:
-            self.deltas.add(_ops.DeltaSums(*sums), sum(weight.numel() for weight in ranges.weights))
+            self.deltas.add(*sums, sum(weight.numel() for weight in ranges.weights))
 
     def compute_by_torch(self, updates: Sequence[Update], numbers: dict[str, Any]) -> None:
         scale = numbers["scale"]
@@ -157,8 +157,10 @@ def _kernel_has_torchs_bits(device: torch.device) -> bool:
     options: dict[str, Any] = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01, "maximize": False}
     for beta1, decoupled, step in itertools.product((0.9, 0.3), (False, True), (1, 1000)):
         ours, theirs = ([weight.clone(), exp_avg.clone(), exp_avg.square()] for _ in range(2))
-        ranges = _ops.AdamRanges([ours[0]], [], [grad], [ours[1]], [ours[2]], [step])
-        _ops.adam_(ranges, betas=(beta1, 0.999), decoupled=decoupled, as_torch=True, **options)
+        group = {"betas": (beta1, 0.999), **options}
+        numbers = Adam(decoupled=decoupled).numbers_of(group, is_low=False, scale=1.0)
+        lists: Sequence[Any] = [ours[0]], [], [grad], [ours[1]], [ours[2]], [step]
+        _ops.step_of_groups("adam", lists, [1], [numbers], as_torch=True)
         before = torch.tensor(step - 1.0, dtype=torch.float32, device="cpu")
         torch_adam(
             [theirs[0]], [grad], [theirs[1]], [theirs[2]], [], [before],
