@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: reason in its message.
 PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2472),
-    "watch": ("_watch", 1966),
+    "watch": ("_watch", 1953),
     "ranks": ("_ranks global_var nccl synchronize utils", 4244),
     "shards": ("_shards parameter", 1889),
     "engine": ("_engine", 8533),

@@ -75,7 +75,7 @@ class Hub:
         local: Callable[[Message], None],
         *,
         patience: Patience,
-        on_lines: Callable[[Sequence[int]], None] = lambda _: None,
+        on_lines: Callable[[list[int]], None] = lambda _: None,
     ) -> None:
         self._selector = selector
         self._listener = listener

@@ -6,7 +6,6 @@ import faulthandler
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
 from typing import Any
 
 from .._C import Sentinel
@@ -32,26 +31,14 @@ def _register() -> tuple[int, int]:
     return _stacks[0], _stacks[1]
 
 
-class LastResort:
+class LastResort(Sentinel):
     """Ends this process if it does not react to a verdict against it, or if its watchdog is silent for too long."""
 
     def __init__(self, who: str, timeout: float, silence: float) -> None:
         self._grace = min(_GRACE_SECONDS, timeout)
-        self._core = Sentinel(f"bmtrain: {who}", *_register(), silence + self._grace)
+        super().__init__(f"bmtrain: {who}", *_register(), silence + self._grace)
 
-    def beat(self) -> None:
-        """Records that the watchdog's thread is alive."""
-        self._core.beat()
-
-    def set_lines(self, lines: Sequence[int]) -> None:
-        """Sets the connections (file descriptors) to the other watchdogs; called before one is closed."""
-        self._core.set_lines(list(lines))
-
-    def arm(self, verdict: str) -> None:
+    def accuse(self, verdict: str) -> None:
         """Starts the countdown: this rank is at fault."""
         sys.stderr.flush()
-        self._core.arm(self._grace, f"{verdict}; for {self._grace:g} s since then it has not noticed")
-
-    def release(self) -> None:
-        """Stops the countdown: this rank has reacted."""
-        self._core.release()
+        self.arm(self._grace, f"{verdict}; for {self._grace:g} s since then it has not noticed")

@@ -400,7 +400,7 @@ class Watch:
         self._reported = verdict["text"]
         self._reporter.report(verdict, self._words.raised_at or position.of_main_thread(), self._seen or [])
         if self._rank in verdict["culprits"] and verdict["failure"]["kind"] not in _SELF_ENDING:
-            self._resort.arm(verdict["text"])
+            self._resort.accuse(verdict["text"])
         self.core.condemn(verdict["text"])
         self._judged.set()
         self._terminated = min(self._terminated, time.monotonic() + _REPORTED_SECONDS)
