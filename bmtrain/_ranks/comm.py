@@ -56,11 +56,6 @@ def wire_device(comm: Communicator) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if current is None else current.device
 
 
-def create_single(name: str) -> Communicator:
-    """The communicator of a group with one rank: collectives are local copies."""
-    return SingleCommunicator(name)
-
-
 def create_gloo(
     store: dist.Store, prefix: str, rank: int, size: int, timeout: float, name: str
 ) -> Communicator:
@@ -76,7 +71,7 @@ def create_gloo(
             cannot be had.
     """
     if size == 1:
-        return create_single(name)
+        return SingleCommunicator(name)
     try:
         scoped = dist.PrefixStore(prefix, store)
         ranks = _meet(scoped, rank, size, timeout)

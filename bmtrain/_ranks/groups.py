@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 from .._base.aside import Aside
 from .._base.said import Waiting
+from .._C import SingleCommunicator
 from ..errors import CommunicationError
 from ..topology import GroupKind, Topology, equal_runs
 from .agree import broadcast_json, on_rank_0
-from .comm import create_gloo, create_single, transport_timeout
+from .comm import create_gloo, transport_timeout
 from .comm_nccl import create_nccl, split_nccl
 from .context import Context, Group, Parts
 
@@ -45,7 +46,7 @@ def connect_groups(
             rank, group_id = place.get_group_rank(kind), place.get_group_id(kind)
             if members not in made:
                 if len(members) == 1 or watch is None:
-                    made[members] = (create_single(name), create_single(f"{name}.reduce"))
+                    made[members] = (SingleCommunicator(name), SingleCommunicator(f"{name}.reduce"))
                 else:
                     world = made.get(tuple(range(place.world_size)))
                     connect = _connecting(backend, store, timeout, watch, world)
@@ -155,7 +156,7 @@ def _connect_parts(context: Context, family: str, num_sharing: int) -> Parts:
     number, place = divmod(group.rank, num_sharing)
     name, key = f"{family}/{num_sharing}", f"{family}/{group.group_id}/{num_sharing}"
     if num_sharing == 1:
-        alone = create_single(name), create_single(f"{name}.reduce")
+        alone = SingleCommunicator(name), SingleCommunicator(f"{name}.reduce")
         return Parts(Group(family, *alone, 0, 1, group.rank), group)
     if context.watch is None:
         raise RuntimeError(f"{family}: a group of {group.size} ranks in a single process")

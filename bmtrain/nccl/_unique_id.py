@@ -11,9 +11,9 @@ import threading
 import torch.distributed as dist
 
 from .._base.arguments import require_integer
-from .._C import Communicator
+from .._C import Communicator, SingleCommunicator
 from .._ranks import context as _context
-from .._ranks.comm import create_gloo, create_single, transport_timeout
+from .._ranks.comm import create_gloo, transport_timeout
 from .._ranks.shm_meeting import exchange
 from ..errors import CommunicationError
 
@@ -71,7 +71,7 @@ def commInitRank(unique_id: bytes, world_size: int, rank: int) -> Communicator:
         )
     name = f"user-{token[:6]}"
     if world_size == 1:
-        return create_single(name)
+        return SingleCommunicator(name)
     store = _connect(host, port, f"nccl.commInitRank: rank {rank} of {world_size}")
     if store.add(f"{token}/{rank}", 1) != 1:
         raise ValueError(

@@ -21,7 +21,6 @@ import bmtrain as bmt
 from bmtrain import _C
 from bmtrain._engine.engine import Engine
 from bmtrain._engine.host_activations import CudaMover
-from bmtrain._ranks import comm as _comm
 from bmtrain._ranks import context as _context
 from bmtrain._ranks.comm_nccl import find_candidates
 from bmtrain._ranks.context import Context, Group
@@ -165,7 +164,7 @@ def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.C
     groups = {}
     for kind in GroupKind:
         members = place.members(kind)
-        pair = world if len(members) == 2 else [_comm.create_single(kind.value) for _ in range(2)]
+        pair = world if len(members) == 2 else [_C.SingleCommunicator(kind.value) for _ in range(2)]
         number = place.get_group_id(kind)
         groups[kind.value] = Group(
             kind.value, pair[0], pair[1], place.get_group_rank(kind), len(members), number

@@ -10,7 +10,7 @@ import torch
 
 from bmtrain import _C
 from bmtrain._engine.engine import Engine
-from bmtrain._ranks import comm, context
+from bmtrain._ranks import context
 from bmtrain._ranks.context import Context, Group
 from bmtrain.topology import GroupKind, Topology
 
@@ -39,7 +39,7 @@ def install_one_of_two(timeout: float = 60.0) -> None:
     groups = {}
     for kind in GroupKind:
         members = place.members(kind)
-        pair = world if len(members) == 2 else [comm.create_single(kind.value) for _ in range(2)]
+        pair = world if len(members) == 2 else [_C.SingleCommunicator(kind.value) for _ in range(2)]
         rank, number = place.get_group_rank(kind), place.get_group_id(kind)
         groups[kind.value] = Group(kind.value, pair[0], pair[1], rank, len(members), number)
     context.install(Context(place, cpu, "nccl", 0, 2, timeout, 0, groups, Engine(cpu)))

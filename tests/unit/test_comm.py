@@ -8,7 +8,6 @@ from harness import run_ranks
 
 import bmtrain
 from bmtrain import _C, nccl
-from bmtrain._ranks.comm import create_single
 
 
 def before_init() -> None:
@@ -16,7 +15,7 @@ def before_init() -> None:
     from bmtrain._ranks import objects
 
     x = torch.ones(4)
-    comm = create_single("x")
+    comm = _C.SingleCommunicator("x")
     for call in (
         lambda: distributed.all_reduce(x),
         lambda: distributed.all_gather(x, comm),
@@ -37,7 +36,7 @@ def test_before_init() -> None:
 
 
 def test_single_communicator() -> None:
-    comm = create_single("alone")
+    comm = _C.SingleCommunicator("alone")
     assert (comm.rank, comm.size, comm.name, comm.backend) == (0, 1, "alone", "single")
     x = torch.arange(4.0)
     out = torch.empty(4)
