@@ -28,11 +28,11 @@ PYTHON = {
 }
 CORE = {
     "bindings": (". bindings ops", 1430),
-    "common": ("common", 943),
-    "comm": ("comm", 6718),
+    "common": ("common", 916),
+    "comm": ("comm", 6717),
     "shard": ("shard", 2757),
     "disk": ("disk", 844),
-    "optim": ("optim", 2088),
+    "optim": ("optim", 2087),
     "cpu": ("cpu", 2242),
     "cuda": ("cuda", 1473),
     "packaging": ("packaging", 86),

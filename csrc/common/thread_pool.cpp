@@ -86,7 +86,7 @@ class Pool {
       worker.called.wait(waiting);
       if (!worker.called.take()) continue;
       waiting = waiting_;
-      set_float_environment(environment_);
+      std::fesetenv(&environment_);
       work(index);
       done_.count_down();
     }
@@ -126,7 +126,7 @@ class Pool {
   // Of one loop: written before the workers are called, read by those that are until the loop is done.
   int num_threads_ = 0;
   int num_shares_of_each_ = 0;  // that a thread looks at, its own first
-  unsigned environment_ = 0;
+  std::fenv_t environment_ = {};
   Waiting waiting_ = Waiting::kSleep;
   void (*task_)(void*, std::int64_t) = nullptr;
   void* context_ = nullptr;

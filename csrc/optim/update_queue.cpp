@@ -6,8 +6,6 @@
 #include <thread>
 #include <utility>
 
-#include "common/float_environment.h"
-
 namespace bmtrain {
 
 Update::Update(std::string label, std::int64_t num_chunks, Compute compute)
@@ -96,7 +94,7 @@ void UpdateQueue::work(int index) {
   for (;;) {
     wake_.wait(lock, [&]() BMT_REQUIRES(mutex_) { return index < num_workers_ && !updates_.empty(); });
     const std::shared_ptr<Update> update = updates_.front();
-    set_float_environment(float_environment_);
+    std::fesetenv(&float_environment_);
     lock.unlock();
     while (update->run_one()) {
     }

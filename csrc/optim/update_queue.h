@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "common/float_environment.h"
 #include "common/thread_annotations.h"
 
 namespace bmtrain {
@@ -91,7 +92,7 @@ class UpdateQueue {
   std::deque<std::shared_ptr<Update>> updates_ BMT_GUARDED_BY(mutex_);
   int num_started_ BMT_GUARDED_BY(mutex_) = 0;
   int num_workers_ BMT_GUARDED_BY(mutex_) = 0;
-  unsigned float_environment_ BMT_GUARDED_BY(mutex_) = 0;
+  std::fenv_t float_environment_ BMT_GUARDED_BY(mutex_) = {};
 };
 
 }  // namespace bmtrain

@@ -5,9 +5,13 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/CPUAllocator.h>
 #include <unistd.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #include <atomic>
 #include <cerrno>
+#include <cfenv>
 #include <cstdio>
 #include <memory>
 #include <new>
@@ -224,28 +228,42 @@ void exchange(ShmLink& link) {
 
 std::atomic<int> num_posted = 0;
 
+// Whether the calling thread takes denormals for zeros; other processors have no such setting here.
+bool flushes() {
+#if defined(__x86_64__)
+  return (_mm_getcsr() & 0x8040) == 0x8040;
+#else
+  return false;
+#endif
+}
+
+void set_flush() {
+#if defined(__x86_64__)
+  _mm_setcsr(_mm_getcsr() | 0x8040);  // read and written
+#endif
+}
+
 // What is computed between the phases of an operation is computed as the thread that posted it would.
 void combine_elsewhere(ShmLink& link) {
-  constexpr unsigned kFlush = 0x8040;  // denormals, read and written
-  const unsigned usual = bmtrain::float_environment();
-  unsigned found = 0;
+  bool found = false;
   char own = mark(link.rank(), 0);
   std::vector<char> others(kRanks, 0);
   const ShmOperationPtr operation = operation_of("all_reduce", 1);
-  operation->combine = [&found] { found = bmtrain::float_environment(); };
+  operation->combine = [&found] { found = flushes(); };
   std::vector<Piece> receives;
   for (int r = 0; r < kRanks; ++r) {
     if (r != link.rank()) receives.push_back({&others[static_cast<std::size_t>(r)], 1, r});
   }
   while (num_posted % kRanks != link.rank()) std::this_thread::yield();
-  bmtrain::set_float_environment(usual | kFlush);
-  const unsigned wanted = bmtrain::float_environment();  // as it was, where processors have no such setting
+  const std::fenv_t usual = bmtrain::float_environment();
+  set_flush();
+  const bool wanted = flushes();
   post(link, operation, {{&own, 1}}, receives);
-  bmtrain::set_float_environment(usual);
+  std::fesetenv(&usual);
   ++num_posted;
   link.await(*operation);  // the last one to post finds all others', and computes at once
-  expect((found & kFlush) == (wanted & kFlush), "the setting of the thread that posted");
-  expect((bmtrain::float_environment() & kFlush) == (usual & kFlush), "and afterwards its own");
+  expect(found == wanted, "the setting of the thread that posted");
+  expect(!flushes(), "and afterwards its own");
 }
 
 std::atomic<bool> is_posted = false;

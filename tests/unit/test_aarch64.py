@@ -26,7 +26,6 @@ DRIVERS = {
     "update queue": (
         "tests/cpp/update_queue_driver.cpp",
         "csrc/optim/update_queue.cpp",
-        "csrc/common/float_environment.cpp",
     ),
     "watchdog": (
         "tests/cpp/watchdog_driver.cpp",

@@ -24,7 +24,6 @@ UNITS = {
         "csrc/common/tensor_dtype.cpp",
     ],
     "link": ["csrc/comm/shm/shm_link*.cpp", "csrc/comm/shm/shm_ring.cpp", "csrc/comm/shm/shm_segment.cpp"],
-    "float": ["csrc/common/float_environment.cpp"],
     "heap": ["csrc/comm/shm/shm_heap*.cpp"],
 }
 

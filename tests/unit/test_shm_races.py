@@ -12,7 +12,6 @@ UNITS = {
     "link": [
         *(f"csrc/comm/{name}.cpp" for name in ("shm/shm_link*", "shm/shm_ring", "shm/shm_segment")),
         *(f"csrc/comm/{name}.cpp" for name in ("arguments", "exchange", "host_tensor", "transport")),
-        "csrc/common/float_environment.cpp",
         "tests/cpp/shared_mappings.cpp",
         "tests/cpp/shm_link_driver.cpp",
     ],

@@ -20,7 +20,7 @@ UNITS = {
         *(
             f"csrc/common/{name}.cpp"
             for name in (
-                "thread_pool", "latch", "float_environment", "tensor_dtype", "race_point", "device_event",
+                "thread_pool", "latch", "tensor_dtype", "race_point", "device_event",
             )
         ),
         "csrc/testing/disturbance.cpp",

@@ -14,7 +14,6 @@ UNITS = {
         "csrc/common/latch.cpp",
         "csrc/common/race_point.cpp",
         "csrc/testing/disturbance.cpp",
-        "csrc/common/float_environment.cpp",
     ]
 }
 

@@ -9,7 +9,6 @@ from harness.sanitized import build_driver, run_driver
 SOURCES = (
     "tests/cpp/update_queue_driver.cpp",
     "csrc/optim/update_queue.cpp",
-    "csrc/common/float_environment.cpp",
 )
 
 

@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "common/check.h"
-#include "common/float_environment.h"
 
 namespace bmtrain {
 namespace {

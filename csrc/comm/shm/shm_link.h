@@ -31,6 +31,7 @@
 #include "comm/shm/shm_ring.h"
 #include "comm/shm/shm_segment.h"
 #include "comm/transport.h"
+#include "common/float_environment.h"
 #include "common/thread_annotations.h"
 
 namespace bmtrain {
@@ -69,7 +70,7 @@ struct ShmOperation : Exchange {
   int left[2] = {0, 0};  // pieces of each phase that are not through
   bool combined = false;
   bool done = false;
-  unsigned environment = 0;  // of the thread that posted it
+  std::fenv_t environment = {};  // of the thread that posted it
   /// Where pieces without `data` are received: they stay where they are, if they can.
   std::shared_ptr<ShmPeerSlices> slices;
 };

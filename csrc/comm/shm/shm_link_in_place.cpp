@@ -10,7 +10,6 @@
 #include "comm/host_tensor.h"
 #include "comm/shm/shm_link.h"
 #include "common/check.h"
-#include "common/float_environment.h"
 
 namespace bmtrain {
 namespace {
