@@ -202,6 +202,9 @@ class OpParallelLinear(torch.autograd.Function):
             )
         if async_gather_chunks < 1:
             raise ValueError(f"async_gather_chunks: expected at least 1, got {async_gather_chunks}")
+        is_divided = gather_input or split_input or reduction is ReduceType.REDUCE_SCATTER
+        if is_divided and input.dim() < 2 and _tp().size > 1:
+            raise ValueError(f"input: expected the ranks' rows along dim 0, got shape {tuple(input.shape)}")
         if reduction is ReduceType.REDUCE_SCATTER:
             rows = input.shape[0] * (_tp().size if gather_input or split_input else 1)
             if rows % _tp().size:
@@ -285,7 +288,7 @@ def _reduced_matmul(
     comm = tp.reduce_comm
     pieces, works = [], []
     if reduction is ReduceType.ALL_REDUCE:
-        for chunk in x.chunk(num_chunks, dim=0):
+        for chunk in x.chunk(num_chunks, dim=0) if x.dim() > 1 else (x,):
             piece = torch.nn.functional.linear(chunk, weight).contiguous()
             pieces.append(piece)
             works.append(comm.all_reduce(piece, ReduceOp.SUM, "tp.all_reduce_output"))

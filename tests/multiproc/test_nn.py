@@ -184,6 +184,41 @@ def test_every_combination_of_options_is_that_of_the_products(world: int) -> Non
     run_ranks(world, options_of_the_function, init={"tp_size": world})
 
 
+def one_token() -> None:
+    """An input without a dimension of rows, where ranks need none."""
+    tp = context().groups["tp"]
+    column = bmt.nn.ColumnParallelLinear(IN, OUT, gather_input=False)
+    row = bmt.nn.RowParallelLinear(OUT, IN, all_reduce_output=True)
+    bmt.init_parameters(torch.nn.ModuleList([column, row]))
+    twins = reference(column), reference(row)
+    whole, factors = torch.randn(IN, requires_grad=True), torch.randn(IN)
+    expected = twins[1](torch.tanh(twins[0](whole)))
+    (expected * factors).sum().backward()
+    x = whole.detach().clone().requires_grad_()
+    out = row(torch.tanh(column(x)))
+    close(out, expected.detach())
+    (out * factors).sum().backward()
+    close(x.grad, whole.grad)
+    check_parameter_gradients(column, twins[0])
+    check_parameter_gradients(row, twins[1])
+    for layer, size in (
+        (bmt.nn.ColumnParallelLinear(IN, OUT), IN),
+        (bmt.nn.RowParallelLinear(IN, OUT), IN // tp.size),
+        (bmt.nn.RowParallelLinear(IN, OUT, split_input=True, all_reduce_output=True), IN),
+    ):
+        bmt.init_parameters(layer)
+        if tp.size == 1:
+            assert layer(torch.ones(size)).shape == (OUT,)
+            continue
+        with pytest.raises(ValueError, match="input: expected the ranks' rows along dim 0, got shape"):
+            layer(torch.ones(size))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_one_token_without_a_dimension_of_rows(world: int) -> None:
+    run_ranks(world, one_token, init={"tp_size": world})
+
+
 def under_autocast(kind: str, in_block: bool) -> None:
     """What torch.nn.Linear gives under autocast, to its rounding: results in bf16, gradients in fp32."""
     tp, size = context().groups["tp"], {"in_features": IN, "out_features": OUT}
