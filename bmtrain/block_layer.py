@@ -180,10 +180,10 @@ class Block(StandIn):
         refuse_listing(self._label, _getframe(1))
         return super().named_parameters(*args, **kwargs)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Block:
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Block:
         make_moved_shards(self, fn)
         shards = [param for storage in self._storages for param in storage.parameters if not param._is_full()]
-        self._module._apply(keeping_on_host(self._storages, fn), recurse)
+        self._module._apply(keeping_on_host(self._storages, fn), *args, **kwargs)
         if any(
             param.dtype != storage.shards.shard.dtype
             for storage in self._storages

@@ -285,6 +285,7 @@ def check_small_modules() -> None:
         Typed[int](6, 6),
         nn.ModuleList([Concrete()]),
         Metric(6, 6),
+        nn.ModuleList([Metric(6, 6)]),
     ):
         model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
         assert isinstance(model, type(plain))
