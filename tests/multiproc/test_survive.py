@@ -27,6 +27,10 @@ from bmtrain.distributed import checkpoint
 from bmtrain.errors import CommunicationError
 
 SHARDS, STEPS, VOCAB, SEQ, DIM = 8, 6, 29, 6, 12
+#: Ranks and options of a run without a loss. On GPUs `survive` changes the order of operations of updates in fp32.
+RANKS, INIT = 1, {"virtual_shards": SHARDS}
+if torch.cuda.is_available():
+    RANKS, INIT = 2, {**INIT, "survive": 1}
 TRANSPORT = os.environ.get("BMTRAIN_CPU_TRANSPORT", "auto")
 #: Number of random moments for each fault.
 FAULTS = {"kill": 2, "stop": 0, "raise": 1, "twice": 1}
@@ -267,9 +271,7 @@ _plain: dict[Any, Any] = {}
 def undisturbed(dtype: str, offload: bool, long: bool = False) -> Any:
     key = dtype, offload, long
     if key not in _plain:
-        # On GPUs `survive` changes the order of operations of updates in fp32.
-        init = {"virtual_shards": SHARDS, "survive": int(torch.cuda.is_available())}
-        _plain[key] = run_ranks(1, train, dtype, offload, (), long, init=init)[0]
+        _plain[key] = run_ranks(RANKS, train, dtype, offload, (), long, init=INIT)[0]
     return _plain[key]
 
 
@@ -329,7 +331,7 @@ def test_one_after_the_other(transport, offload):
 
 def test_a_clip_by_the_largest_magnitude_runs_again():
     options = False, "", None, (1e-3, "inf")
-    [(told, values, _)] = run_ranks(1, train, "float32", False, (), *options, init={"virtual_shards": SHARDS})
+    told, values, _ = run_ranks(RANKS, train, "float32", False, (), *options, init=INIT)[0]
     assert all(norm > 1e-3 for _, norm in told)
     outcomes = outcomes_of(4, "float32", False, ((1, 2, "clip"),), *options)
     kept = [outcome.value for outcome in outcomes if outcome.status is Status.RETURNED]
