@@ -1,5 +1,5 @@
 // Reduction: the gradients of one backward, from autograd to the gradient shards. A ShardedBuffer has one
-// object for each backward.
+// object for each backward. What plain calls do not use is defined in reduction_ways.cpp.
 //
 // One thread at a time: autograd's that runs the block's backward, or the one that waits for the reduction.
 // While the gradients of one buffer land, that thread also sums what has come for others.

@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cfenv>
+#include <cstdint>
 #include <cstdio>
 #include <memory>
 #include <new>
@@ -228,10 +229,22 @@ void exchange(ShmLink& link) {
 
 std::atomic<int> num_posted = 0;
 
-// Whether the calling thread takes denormals for zeros; other processors have no such setting here.
+#if defined(__aarch64__)
+constexpr std::uint64_t kFlushToZero = std::uint64_t{1} << 24;  // FZ of the register FPCR
+
+std::uint64_t control_of_floats() {
+  std::uint64_t control = 0;
+  asm volatile("mrs %0, fpcr" : "=r"(control));
+  return control;
+}
+#endif
+
+// Whether the calling thread takes denormals for zeros; of other processors the setting is not known here.
 bool flushes() {
 #if defined(__x86_64__)
   return (_mm_getcsr() & 0x8040) == 0x8040;
+#elif defined(__aarch64__)
+  return (control_of_floats() & kFlushToZero) != 0;
 #else
   return false;
 #endif
@@ -240,6 +253,9 @@ bool flushes() {
 void set_flush() {
 #if defined(__x86_64__)
   _mm_setcsr(_mm_getcsr() | 0x8040);  // read and written
+#elif defined(__aarch64__)
+  const std::uint64_t flushing = control_of_floats() | kFlushToZero;
+  asm volatile("msr fpcr, %0" : : "r"(flushing));
 #endif
 }
 
