@@ -260,7 +260,7 @@ def _rebuild(old: type[torch.nn.Module]) -> torch.nn.Module:
 def _derive_class(old: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """Returns the class of a converted module of class ``old``."""
     bases = (
-        *([types.new_class(old.__name__, (old,))] if _is_of_another_layout(old) else []),
+        *([_quiet_subclass(old)] if _is_of_another_layout(old) else []),
         _Converted,
         *([_RecurrentWeights] if issubclass(old, torch.nn.RNNBase) else []),
         *([SyncedBatchNorm] if issubclass(old, torch.nn.SyncBatchNorm) else []),
@@ -274,6 +274,19 @@ def _derive_class(old: type[torch.nn.Module]) -> type[torch.nn.Module]:
         bases,
         exec_body=lambda body: body.update(_old_class=old, __module__=old.__module__, __doc__=old.__doc__),
     )
+
+
+def _quiet_subclass(old: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """Returns a class derived from ``old`` without a call of ``__init_subclass__``, see :class:`_Converted`."""
+    own = vars(old).get("__init_subclass__")
+    old.__init_subclass__ = classmethod(lambda cls: None)  # type: ignore[assignment]
+    try:
+        return types.new_class(old.__name__, (old,))
+    finally:
+        if own is None:
+            del old.__init_subclass__
+        else:
+            old.__init_subclass__ = own
 
 
 def _is_of_another_layout(old: type[torch.nn.Module]) -> bool:

@@ -20,7 +20,7 @@ PYTHON = {
     "ranks": ("_ranks global_var nccl synchronize utils", 4240),
     "shards": ("_shards parameter", 1889),
     "engine": ("_engine", 8533),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5673),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5686),
     "files": ("_files dcp distributed store weights", 4666),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_149),
     "survive": ("_survive survive", 2760),

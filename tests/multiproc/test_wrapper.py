@@ -234,6 +234,17 @@ class Named(Registered, name="named"):
     pass
 
 
+class Plugin(abc.ABC, Registered, name="plugin"):
+    """The same with its dict from this class, and a hook of its own."""
+
+    def __init_subclass__(cls, *, name: str, **options: Any) -> None:
+        super().__init_subclass__(name=name, **options)
+
+
+class NamedPlugin(Plugin, name="named plugin"):
+    pass
+
+
 class Abstract(abc.ABC, nn.Module):
     """Its objects have their dict from this class, and not from Module."""
 
@@ -281,6 +292,8 @@ def check_small_modules() -> None:
         nn.MultiheadAttention(6, 2),
         nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0), 2),
         Named(6, 6),
+        Plugin(6, 6),
+        NamedPlugin(6, 6),
         Concrete(),
         Typed[int](6, 6),
         nn.ModuleList([Concrete()]),
@@ -301,7 +314,8 @@ def check_small_modules() -> None:
             first.square().sum().backward()
             assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
     assert torch.equal(bmt.BMTrainModelWrapper(copy.deepcopy(holder)).p, holder.p)
-    assert Registered.known == {"named": Named}
+    assert Registered.known == {"named": Named, "plugin": Plugin, "named plugin": NamedPlugin}
+    assert "__init_subclass__" in vars(Plugin) and "__init_subclass__" not in vars(NamedPlugin)
 
 
 def test_containers_in_lists_and_modules_that_are_distributed_already():
