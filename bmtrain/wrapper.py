@@ -279,7 +279,7 @@ def _derive_class(old: type[torch.nn.Module]) -> type[torch.nn.Module]:
 def _quiet_subclass(old: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """Returns a class derived from ``old`` without a call of ``__init_subclass__``, see :class:`_Converted`."""
     own = vars(old).get("__init_subclass__")
-    old.__init_subclass__ = classmethod(lambda cls: None)  # type: ignore[assignment]
+    old.__init_subclass__ = classmethod(lambda cls: None)  # type: ignore[assignment, method-assign]
     try:
         return types.new_class(old.__name__, (old,))
     finally:

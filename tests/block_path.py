@@ -21,8 +21,8 @@ ROOT = Path(bmtrain.__file__).resolve().parents[1]
 #: Ceilings. A commit that raises one gives the reason in its message.
 FILES, LINES = 14, 2996
 #: Files of the core before a transport, by folder; features that a plain call does not use are left out (shards in
-#: memory of the host, data and memory that come from elsewhere, other ways of a reduction, virtual shards, gradients that
-#: are dropped), and the layout, which is computed when a Block is built. And their ceilings.
+#: memory of the host, data and memory that come from elsewhere, other ways of a reduction, virtual shards, dropped
+#: gradients), and the layout, which is computed when a Block is built. And their ceilings.
 CORE = ("csrc/shard/*", "csrc/comm/communicator.*")
 FEATURES = ("flat_layout", "host_lane", "new_memory", "reduction_ways", "tree_sum")
 CORE_FILES, CORE_LINES = 14, 2481
