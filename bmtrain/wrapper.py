@@ -286,7 +286,7 @@ def _quiet_subclass(old: type[torch.nn.Module]) -> type[torch.nn.Module]:
         if own is None:
             del old.__init_subclass__
         else:
-            old.__init_subclass__ = own
+            old.__init_subclass__ = own  # type: ignore[method-assign]
 
 
 def _is_of_another_layout(old: type[torch.nn.Module]) -> bool:
