@@ -15,6 +15,7 @@ import zlib
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._base.opaque import opaque
@@ -74,10 +75,19 @@ class ReplacedParameters:
             )
 
 
-def note_given(param: Any, whole: torch.Tensor) -> None:
-    """Records a checksum of elements of the tensor of which ``param`` keeps a part: all ranks must get the same."""
-    if not whole.is_meta:
-        elements = whole.detach().reshape(-1)[:: max(1, whole.numel() // 64)]
+def note_given(param: Any, whole: Any) -> None:
+    """Records a checksum of elements of the tensor of which ``param`` keeps a part: all ranks must get the same.
+
+    None of what is no tensor, of which ranks read their parts or get them from rank 0.
+    """
+    param._given = 0
+    if isinstance(whole, torch.Tensor) and not (whole.is_meta or is_fake(whole)):
+        step = max(1, whole.numel() // 64)
+        if whole.is_contiguous():
+            elements = whole.detach().view(-1)[::step]
+        else:  # without a copy of the whole
+            numbers = torch.arange(0, whole.numel(), step, device="cpu")
+            elements = whole.detach()[torch.unravel_index(numbers, whole.shape)]
         param._given = zlib.crc32(repr(elements.tolist()).encode())
 
 

@@ -74,6 +74,7 @@ class WholeParameters:
                 misfits.append(f"{tuple(full.shape)} instead of {tuple(param._original_shape)}")
                 continue
             param.copy_(param._spec.slice_of(full.reshape(-1)))
+            param._given = 0
             param._unversioned_writes += 1
             param._spec.make_replicas_equal(param, param._label)
         self._shards.clear()

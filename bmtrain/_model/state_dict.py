@@ -130,8 +130,8 @@ def take_local_parts(
             continue
         make_shard(param)
         show(param)
+        note_given(param, value)
         if isinstance(value, torch.Tensor):
-            note_given(param, value)
             state_dict[key] = shard_of(param, value.detach())
         else:
             state_dict[key] = value.part_of(param)

@@ -97,4 +97,5 @@ def load_full_value(param: torch.Tensor, full: torch.Tensor) -> None:
     make_shard(param)
     show(param)
     param.copy_(shard_of(param, full))
+    param._given = 0
     param._unversioned_writes += 1

@@ -22,7 +22,7 @@ from ..global_var import config, context, rank
 from ..parameter import DistributedParameter
 
 _LABEL = "comparison of hyperparameters"
-_GIVEN = "weights given"
+_GIVEN, _GRADIENTS = "weights given", "number of gradients"
 _EVERY = 1024  # steps; before, in steps 4, 8, 16, ...
 
 
@@ -73,14 +73,15 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [
         {"of": f"group {index} of {type(optimizer).__name__}", _GIVEN: _given_to(group["params"])}
         | {name: _number(group[name]) for name in names if name in group}
-        | {"number of gradients": sum(map(_has_gradient, group["params"]))}
+        | {_GRADIENTS: sum(map(_has_gradient, group["params"]))}
         for index, group in enumerate(optimizer.param_groups)
         if any(isinstance(p, DistributedParameter) for p in group["params"])
     ]
 
 
 def _has_gradient(p: torch.Tensor) -> bool:
-    return isinstance(p, DistributedParameter) and gradient_of(p) is not None
+    """Whether a parameter of which all ranks have a part has a gradient; experts without tokens may have none."""
+    return isinstance(p, DistributedParameter) and not p._ep_mode and gradient_of(p) is not None
 
 
 def _given_to(parameters: Iterable[Any]) -> int:
@@ -99,7 +100,7 @@ def _number(value: Any) -> Any:
 
 
 def _tell(groups: list[dict[str, Any]]) -> None:
-    """Warns on rank 0 of the first difference. Collective."""
+    """Warns on rank 0 of the first difference of each kind. Collective."""
     everyone = gather_json(groups, _LABEL, context("OptimManager.step").world.comm)
     differences = [
         (name, f"{name} of {group['of']} is {group[name]} on rank 0 and {other[name]} on rank {number}")
@@ -108,16 +109,22 @@ def _tell(groups: list[dict[str, Any]]) -> None:
         for name in group
         if group["of"] == other["of"] and name in other and group[name] != other[name]
     ]
-    if differences and rank() == 0:
-        name, difference = differences[0]
-        kind = "weights" if name == _GIVEN else "hyperparameters"
-        text = f"OptimManager: {difference}{_REMEDIES[kind]}"
-        warn_once(f"OptimManager.{kind}", text, stacklevel=5, category=UserWarning)
+    if rank() == 0:
+        for kind, remedy in _REMEDIES.items():
+            told = [
+                difference for name, difference in differences if _KINDS.get(name, "hyperparameters") == kind
+            ]
+            if told:
+                text = f"OptimManager: {told[0]}{remedy}"
+                warn_once(f"OptimManager.{kind}", text, stacklevel=5, category=UserWarning)
 
 
+_KINDS = {_GIVEN: "weights", _GRADIENTS: "gradients"}
 _REMEDIES = {
     "hyperparameters": ": each rank updates its shards of all parameters with its own. Give all ranks the same, and a "
     "schedule that follows the loss the mean over the ranks: bmtrain.distributed.all_reduce(loss, 'avg')",
+    "gradients": ": a rank without one leaves its shard of a parameter as it is. Some ranks have set it to None "
+    "(p.grad = None) or frozen the parameter (requires_grad): do so on all ranks or on none",
     "weights": " (checksums): BMTrainModelWrapper or load_state_dict() got other weights on other ranks, of which each "
     "rank keeps its own part, so that the model mixes them. Load weights on all ranks: rank 0 broadcasts none",
 }

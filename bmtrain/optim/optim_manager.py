@@ -298,9 +298,10 @@ class OptimManager:
     def step(self) -> None:
         """Steps every optimizer and then its schedule, or skips all if a gradient overflowed.
 
-        Collective over the world with loss scaling, and in few other steps. Warns, once, if all ranks had the same
-        losses, if hyperparameters such as the learning rate differ between ranks, or if the loss stays inf or NaN
-        without a loss scale.
+        Collective over the world with loss scaling, and in few other steps. Warns, once each, if all ranks had the same
+        losses; if hyperparameters such as the learning rate, the number of parameters with a gradient, or the weights
+        that the wrapper or ``load_state_dict`` got differ between ranks; and if the loss stays inf or NaN without a
+        loss scale.
 
         Raises:
             RuntimeError: without an optimizer; in a loop over virtual shards, whose gradients are there when it ends;

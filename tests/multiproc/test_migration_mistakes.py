@@ -8,14 +8,20 @@ import re
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from harness import Status, rank_outcomes, run_ranks
 from harness.twins import twins
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import bmtrain as bmt
 from bmtrain._base import deprecate
+from bmtrain._engine.replaced import note_given
 from bmtrain.errors import CommunicationError
 
 OPTIMIZERS = [torch.optim.SGD, bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer]
@@ -373,15 +379,46 @@ def stepped_unsent() -> list[str]:
     return [str(w.message) for w in caught]
 
 
-def weights_of_some_ranks(where: str) -> list[str]:
+def write_all(model: torch.nn.Module, way: str, stored: dict[str, torch.Tensor], path: str) -> None:
+    """Gives all ranks the same weights."""
+    if way == "load":
+        if bmt.rank() == 0:
+            torch.save(stored, path)
+        bmt.load(model, path)
+    elif way == "weights.load":
+        bmt.weights.save(model, path)
+        bmt.weights.load(model, path)
+    elif way == "checkpoint.load":
+        bmt.distributed.checkpoint.save(path, 1, model)
+        bmt.distributed.checkpoint.load(path, model)
+    elif way == "init_parameters":
+        for param in model.parameters():
+            param._init_method = torch.nn.init.uniform_
+        bmt.init_parameters(model)
+    elif way == "normal_":
+        with torch.no_grad():
+            for param in model.parameters():
+                param.normal_()
+    else:
+        for name, param in model.named_parameters():
+            if way == "p.load":
+                param.load(stored[name])
+            else:
+                with bmt.whole(model, write=True):
+                    param.copy_(stored[name])
+
+
+def weights_of_some_ranks(where: str, path: str = "") -> list[str]:
     """Warnings of a run in which rank 0 alone loads weights, as for DistributedDataParallel, which broadcasts."""
-    torch.manual_seed(0)
+    torch.manual_seed(bmt.rank() if path else 0)
     model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
     stored = {name: value + 1 for name, value in model.state_dict().items()}
     if where == "before" and bmt.rank() == 0:
         model.load_state_dict(stored)
     model = bmt.BMTrainModelWrapper(model)
-    if where == "everywhere" or (where == "after" and bmt.rank() == 0):
+    if path:
+        write_all(model, where, stored, path)
+    elif where == "everywhere" or (where == "after" and bmt.rank() == 0):
         model.load_state_dict(stored)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
@@ -399,6 +436,116 @@ def test_weights_that_one_rank_alone_loads_are_told_once(where: str) -> None:
     told, other = run_ranks(2, weights_of_some_ranks, where, fresh=True)
     assert [each for each in told if "rank 0 broadcasts none" in each] == told and other == []
     assert len(told) == (where != "everywhere")
+
+
+@pytest.mark.parametrize(
+    "way", ["load", "weights.load", "checkpoint.load", "init_parameters", "normal_", "p.load", "whole"]
+)
+def test_weights_of_all_ranks_that_follow_others_are_not_told(way: str, tmp_path: Path) -> None:
+    assert run_ranks(2, weights_of_some_ranks, way, str(tmp_path / "weights"), fresh=True) == [[], []]
+
+
+class LargestAllocation(TorchDispatchMode):
+    """The number of elements of the largest result that is no view."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func._schema.returns[0].alias_info:
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+def test_weights_are_compared_without_a_copy_and_without_values_of_fakes() -> None:
+    plain, other = torch.arange(5000.0).view(50, 100), torch.arange(5000.0).view(100, 50)
+    given = [plain, plain.t().contiguous().t(), other.t(), other.t().contiguous(), plain[:1].expand(50, 100)]
+    with FakeTensorMode():
+        given.append(torch.ones(3))
+    found = []
+    for whole in given:
+        param = SimpleNamespace(_given=1)
+        with LargestAllocation() as largest:
+            note_given(param, whole)
+        assert largest.elements < 200
+        found.append(param._given)
+    assert found[0] == found[1] and found[2] == found[3] and found[5] == 0
+    assert len(set(found)) == 4
+
+
+def differing_ranks(kinds: str) -> list[str]:
+    """Warnings of a run of which ranks have several differences, each from another step on."""
+    torch.manual_seed(bmt.rank())
+    model = bmt.BMTrainModelWrapper(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(1, 33):
+            manager.zero_grad()
+            manager.backward(model(torch.full((2, 8), bmt.rank() + 1.0)).square().mean())
+            if bmt.rank() and "lr" in kinds and step > 4:
+                optimizer.param_groups[0]["lr"] = 1e-3 / step
+            if bmt.rank() and "gradient" in kinds and step > 8:
+                optimizer.param_groups[0]["params"][1].grad = None
+            manager.step()
+    assert all(warning.filename == __file__ for warning in caught)
+    return [str(warning.message) for warning in caught]
+
+
+OF_KINDS = {"lr": "lr of group 0.*all_reduce", "gradient": r"number of gradients.* None .*requires_grad"}
+
+
+@pytest.mark.parametrize("kinds", ["", "lr", "gradient", "lr gradient"])
+def test_each_kind_of_difference_between_ranks_is_told_once(kinds: str) -> None:
+    told, other = run_ranks(2, differing_ranks, kinds, fresh=True)
+    expected = ["weights given.*broadcasts none", *(OF_KINDS[kind] for kind in kinds.split())]
+    assert len(told) == len(expected) and other == []
+    assert all(re.search(*pair) for pair in zip(expected, told, strict=True))
+
+
+class Experts(torch.nn.Module):
+    """As transformers': the wrapper divides them over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 2
+        self.weight = torch.nn.Parameter(torch.ones(2, 4, 4))
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        result = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            token, place = torch.where(top_k_index == expert)
+            rows = hidden_states[token] @ self.weight[expert] * top_k_weights[token, place, None]
+            result = result.index_add(0, token, rows)
+        return result
+
+
+def experts_of_one_rank() -> tuple[list[str], bool]:
+    """Warnings where one rank's experts get no tokens; and whether the others' are trained."""
+    experts = bmt.BMTrainModelWrapper(Experts())
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(torch.optim.SGD(experts.parameters(), lr=1e-3))
+    (weight,) = experts.parameters()
+    assert weight._ep_mode
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            manager.zero_grad()
+            x = torch.full((3, 4), bmt.rank() + 1.0)
+            manager.backward(
+                experts(x, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)).square().mean()
+            )
+            manager.step()
+    return [str(warning.message) for warning in caught], bool((weight != 1).all())
+
+
+def test_experts_without_tokens_are_no_difference_between_ranks() -> None:
+    found = run_ranks(2, experts_of_one_rank, fresh=True, init={"ep_size": 2})
+    assert found == [([], True), ([], False)]
 
 
 def test_a_step_without_the_gradients_of_no_sync_is_told_once() -> None:
