@@ -8,12 +8,13 @@ from typing import Any
 import accelerate
 import torch
 
+from .._engine.policy import Recompute
 from ..optim._state import load_optimizer_state, optimizer_state
 from ..optim._suitability import adopt_optimizer
 from ..optim.clip_grad import clip_gradients
 from ..wrapper import BMTrainModelWrapper
 from .loss_scale import SharedScaler
-from .sharding import shard_model
+from .sharding import plain_tensors, shard_model
 
 __all__ = ["Accelerator"]
 
@@ -62,11 +63,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self.scaler = SharedScaler(self.scaler)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Shards models that are not, and gives the shards to optimizers of their parameters. Collective."""
+        """Shards models that are not, with the values of rank 0; optimizers of them get the shards. Collective."""
         optimizers = [made for made in args if isinstance(made, torch.optim.Optimizer)]
         for model in args:
-            if isinstance(model, torch.nn.Module):
-                shard_model(model, optimizers)
+            if isinstance(model, torch.nn.Module) and plain_tensors(model):
+                shard_model(model, optimizers, recompute=Recompute.WHOLE)
         return super().prepare(*args, **kwargs)
 
     def prepare_model(

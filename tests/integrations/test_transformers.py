@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from harness import run_ranks
+from harness import RankError, run_ranks
 
 import bmtrain as bmt
 
@@ -308,6 +309,41 @@ def test_a_model_and_its_optimizer_are_prepared_together(kind: Any) -> None:
     expected = losses(model, kind(model.parameters(), lr=0.01), torch.Tensor.backward, 5)
     for found in run_ranks(2, prepared_together, kind, timeout=120):
         assert found == pytest.approx(expected, abs=1e-6)
+
+
+def prepared_layer(wrap: str, is_set: bool) -> tuple[int, str, float]:
+    """Level and recomputation of a Block that is made for a trainer, and the largest value of a buffer of rank 1."""
+    from bmtrain.integrations.accelerate import Accelerator
+    from bmtrain.integrations.sharding import shard_model
+
+    policy = bmt.BlockPolicy(level=0, recompute="selective")
+    with bmt.default_policy(policy) if is_set else contextlib.nullcontext():
+        model = torch.nn.ModuleList([torch.nn.Linear(3, 3)])
+        model[0].register_buffer("mean", torch.zeros(3))
+        if wrap == "trainer":
+            shard_model(model)
+        elif wrap == "before":
+            bmt.BMTrainModelWrapper(model)
+        model[0].mean.fill_(bmt.rank())
+        Accelerator(cpu=True).prepare(model)
+    return model[0]._policy.level, model[0]._policy.recompute.value, model[0].mean.max().item()
+
+
+@pytest.mark.parametrize("sp_size", [1, 2])
+@pytest.mark.parametrize(
+    ("wrap", "recompute", "mean"), [("trainer", "off", 1), ("before", "whole", 1), ("prepare", "whole", 0)]
+)
+def test_a_policy_of_the_script_and_a_wrapped_model_stay(
+    wrap: str, recompute: str, mean: float, sp_size: int
+) -> None:
+    if sp_size == 2 and wrap != "before":
+        with pytest.raises(RankError, match="sp_size 2: expected 1 with a trainer"):
+            run_ranks(2, prepared_layer, wrap, False, init={"sp_size": 2}, timeout=120)
+        return
+    options = {"sp_size": sp_size, "zero_level": 2}
+    for is_set, expected in ((True, (0, "selective")), (False, (2, recompute))):
+        found = run_ranks(2, prepared_layer, wrap, is_set, init=options, timeout=120)
+        assert found[1] == (*expected, mean)
 
 
 def states_of_accelerate(folder: str, is_ours: bool, first: int) -> list[float]:
