@@ -93,7 +93,6 @@ class DistributedParameter(torch.nn.Parameter):
     #: Whether the data are temporarily the full tensor. See [Note: Writing to a whole parameter].
     _is_whole: bool = False
     _is_reread: bool  # a forward has read it more than once
-    _is_unused: bool = False  # by the head of a pipeline on all ranks, whose backward comes
     _block: BlockRef | None
     #: Whether it was trained when its Block was built; the Block's copies, and itself when built again, are cut alike.
     _trains_in_block: bool

@@ -24,6 +24,7 @@ import torch
 from .._base.generators import kept_generators, packed_generators, unpack_generators
 from .._base.unseen import TORCH_GRAD, gradient_of
 from .._ranks.agree import largest
+from .._shards.gather import note_unused
 from .._shards.stage import hand_out, hand_out_batches, share_shape
 from ..global_var import context, num_losses
 from .engine import current_engine
@@ -96,7 +97,7 @@ class Head:
         num_parts: int,
     ) -> None:
         self._module = module
-        self._params = params
+        self._reads = [(param, full.grad_fn) for param, full in zip(params, fulls, strict=True)]
         self.labels = labels
         self._parts = [
             {
@@ -117,14 +118,17 @@ class Head:
             raise ValueError(f"head: expected a module that returns the mean loss, one number, got {what}")
         return loss
 
-    def take_gradients(self, is_used: Sequence[float]) -> list[torch.Tensor | None]:
+    def take_gradients(self, num_stages: int, is_used: Sequence[float]) -> list[torch.Tensor | None]:
         """Returns the gradients of the parameters on this rank; zeros on the other stages, which have none."""
-        for param, used in zip(self._params, is_used, strict=True):
-            param._is_unused = not used
-        return [
-            torch.zeros_like(leaf) if gradient is None and used else gradient
-            for (leaf, gradient), used in zip(self._take(0), is_used, strict=True)
-        ]
+        gradients = []
+        for (param, read), (leaf, gradient), used in zip(self._reads, self._take(0), is_used, strict=True):
+            is_apart = param._spec.group.size == num_stages  # else another pipeline may use it
+            if is_apart and not used:
+                note_unused(read)
+            elif gradient is None and leaf.requires_grad:
+                gradient = torch.zeros_like(leaf)
+            gradients.append(gradient)
+        return gradients
 
     def uses(self) -> list[bool]:
         """Whether each parameter has a gradient on this rank."""
@@ -307,7 +311,7 @@ class LossCall:
             self._gradients = [
                 hand_out_batches(pipe, whole, 0, hidden.shape, hidden.dtype, hidden.device),
                 *(argument.gradient() for _, argument in self.trained),
-                *self._head.take_gradients(told[1:].tolist()),
+                *self._head.take_gradients(pipe.size, told[1:].tolist()),
             ]
         return told[0].clone()
 

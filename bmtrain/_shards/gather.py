@@ -27,7 +27,7 @@ class OpAllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, param: Any) -> torch.Tensor:
-        ctx.param = param
+        ctx.param, ctx.is_unused = param, False
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.home = param._spec, param.device
         with context().engine.waiting("outside blocks", "gather"):
@@ -41,8 +41,7 @@ class OpAllGather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
         engine = context().engine
-        is_unused, ctx.param._is_unused = ctx.param._is_unused, False
-        if grad is None and not is_unused:  # from a function that may have returned a gradient on other ranks
+        if grad is None and not ctx.is_unused:  # a function may have returned a gradient on other ranks
             grad = torch.zeros(ctx.spec.shape, dtype=ctx.param.dtype, device=context().device)
         gradient = None if grad is None else engine.gradients.of_parameter(ctx.param, grad)
         if gradient is None:
@@ -50,3 +49,9 @@ class OpAllGather(torch.autograd.Function):
         with engine.waiting("outside blocks", "reduce"):
             reduced: torch.Tensor = ctx.spec.reduce_scatter(gradient.reshape(-1), ctx.param._label)
         return expected(ctx.param, reduced.to(ctx.home))
+
+
+def note_unused(gather: Any) -> None:
+    """Lets the parameter have no gradient whose gathered tensor, made by this node, no rank uses."""
+    if getattr(gather, "is_unused", None) is False:  # a node of `OpAllGather`
+        gather.is_unused = True

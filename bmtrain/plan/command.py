@@ -119,9 +119,8 @@ def _add_policy(policy: _Group) -> None:
     policy.add_argument(
         "--host-share",
         type=float,
-        default=1.0,
         metavar="F",
-        help="share of the blocks that --parameters host is for",
+        help="share of the blocks on the host, in place of --parameters host",
     )
     policy.add_argument(
         "--disk",
@@ -226,8 +225,8 @@ def _run(arguments: argparse.Namespace) -> int:
         state_dtype=getattr(torch, arguments.state_dtype),
         optimizer=arguments.optimizer,
         survive=arguments.survive,
-        parameters=arguments.parameters,
-        host_share=arguments.host_share,
+        parameters=arguments.parameters if arguments.host_share is None else "host",
+        host_share=1.0 if arguments.host_share is None else arguments.host_share,
         accumulate=arguments.accumulate,
         vertical=arguments.vertical,
         tp_size=arguments.tp,

@@ -57,14 +57,24 @@ def choose_policy(
                 if found is not None:
                     break  # a larger share on the host is slower
     if best is None and _may_move(base, machine):
-        moved = (replace(base, level=3, parameters="host", host_share=share) for share in _HOST_SHARES)
-        return next((plan for policy in moved if (plan := choose_policy(model, machine, policy))), None)
+        moved = (choose_policy(model, machine, policy) for _, policy in _moved(replace(base, level=3)))
+        return next((plan for plan in moved if plan is not None), None)
     return best
 
 
 def _may_move(policy: TrainingPolicy, machine: Machine) -> bool:
     """Whether blocks can move to the host, at level 2 or 3."""
     return policy.parameters == "device" and not (machine.shares_memory or policy.survive)
+
+
+def _moved(policy: TrainingPolicy) -> Iterator[tuple[str, TrainingPolicy]]:
+    """Yields changes that move blocks to the host, and the policies; those on drives move as a whole."""
+    if policy.disk:
+        yield "blocks on the host (--parameters host)", replace(policy, parameters="host")
+        return
+    for share in _HOST_SHARES:
+        change = f"{share:.0%} of the blocks on the host (--host-share {share:g})"
+        yield change, replace(policy, parameters="host", host_share=share)
 
 
 def _at_level(policy: TrainingPolicy, level: int) -> TrainingPolicy:
@@ -136,9 +146,7 @@ def remedies(plan: Plan) -> list[str]:
     found, kinds = [], set()
     changes = list(_changes(plan.policy))
     if plan.policy.level >= 2 and _may_move(plan.policy, plan.machine):
-        for share in _HOST_SHARES:
-            words = f"{share:.0%} of the blocks on the host (--parameters host --host-share {share:g})"
-            changes.append((words, replace(plan.policy, parameters="host", host_share=share)))
+        changes += _moved(plan.policy)
     for change, policy in changes:
         kind = change.rpartition("(")[2].split()[0]
         if kind not in kinds and estimate(plan.model, plan.machine, policy).fits:

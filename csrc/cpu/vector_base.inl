@@ -3,8 +3,8 @@
 static inline float float_of(std::uint32_t bits) { return __builtin_bit_cast(float, bits); }
 static inline std::uint32_t bits_of(float x) { return __builtin_bit_cast(std::uint32_t, x); }
 
-// Conversions of one element. A NaN becomes 0x7fc0 in bf16, and in fp16 keeps its sign and upper payload and
-// becomes quiet, as the processor's own conversion has it.
+// Conversions of one element. A NaN becomes 0x7fc0 in bf16 (other levels may keep its sign and payload), and
+// in fp16 keeps its sign and upper payload and becomes quiet, as the processor's own conversion has it.
 
 static inline float to_float(Bf16 x) { return float_of(static_cast<std::uint32_t>(x.bits) << 16); }
 

@@ -538,6 +538,36 @@ def test_parameters_that_a_head_does_not_use_have_no_gradient(dtype: torch.dtype
         assert others == [[1.0] * DIM] * 3
 
 
+class Chooses(bmt.DistributedModule):
+    """A head whose loss depends on a parameter for some labels only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.extra = (bmt.DistributedParameter(torch.ones(DIM)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return (x * self.scale * (self.extra if wanted.max() > 0 else 1)).square().mean()
+
+
+def trained_by_one_pipeline() -> list[float]:
+    """The gradient of a parameter that one of two pipelines uses alone."""
+    layers = bmt.PipelineTransformerBlockList(
+        [bmt.Block(Layer(torch.float32), mode="PIPE") for _ in range(2)]
+    )
+    head = Chooses()
+    bmt.init_parameters(layers)
+    labels = torch.full((ROWS, DIM), float(bmt.rank() == 3))
+    layers.loss(torch.ones(ROWS, DIM), 0.5, head=head, labels=labels).backward()
+    extra = dict(head.named_parameters())["extra"]
+    assert extra.grad is not None
+    return extra.grad.tolist()
+
+
+def test_a_parameter_of_the_head_that_one_of_two_pipelines_uses() -> None:
+    init = {"pipe_size": 2, "num_micro_batches": 2, "timeout": 20}
+    assert any(any(found) for found in run_ranks(4, trained_by_one_pipeline, init=init))
+
+
 def warnings_of_trainings() -> list[str]:
     """Warnings of ranks with one loss, and of equal samples: in a model outside of the pipeline, and in a call."""
     told = []

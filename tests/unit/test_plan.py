@@ -401,7 +401,9 @@ def test_blocks_are_on_the_host_where_nothing_else_fits() -> None:
     model, machine = gpt2(6, 16384, 128), MACHINES["a100-80gb"].with_devices(1)
     plan = estimate(model, machine, TrainingPolicy(offload=1.0))
     assert not plan.fits
-    assert "50% of the blocks on the host (--parameters host --host-share 0.5)" in remedies(plan)
+    assert "50% of the blocks on the host (--host-share 0.5)" in remedies(plan)
+    on_drives = estimate(model, machine, TrainingPolicy(disk=("optimizer", "parameters"), disk_share=0.1))
+    assert "blocks on the host (--parameters host)" in remedies(on_drives)
     chosen = choose_policy(model, machine)
     assert chosen is not None
     assert chosen.fits
