@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ._base.arguments import require_integer, require_module
-from ._base.deprecate import mark_given, warn_once
+from ._base.deprecate import warn_once
 from ._base.layers import LayerSequence, run_layers
 from ._base.opaque import opaque
 from ._engine.pipe_arguments import PipeArguments, alias
@@ -21,7 +21,7 @@ from ._engine.policy import BlockMode
 from ._model.block_build import leave_to_stage
 from .block_layer import Block
 from .errors import PipelineModeError
-from .global_var import config, context, num_losses
+from .global_var import config, context
 from .parameter import DistributedParameter
 
 __all__ = ["PipelineTransformerBlockList"]
@@ -239,8 +239,6 @@ class PipelineTransformerBlockList(LayerSequence):
             return loss
         self._refuse_late_parameters()
         num_micros = self._require_rows(hidden)
-        if num_losses() == self.stages:
-            mark_given("OptimManager.same_samples.pipeline")  # all ranks have one loss
         return run_loss(
             self._plan(),
             self._memory,

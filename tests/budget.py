@@ -15,14 +15,14 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Storey, from the bottom, or folder -> what belongs to it, and its ceiling. A commit that raises a ceiling gives the
 #: reason in its message.
 PYTHON = {
-    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2472),
+    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2467),
     "watch": ("_watch", 1953),
     "ranks": ("_ranks global_var nccl synchronize utils", 4240),
     "shards": ("_shards parameter", 1895),
     "engine": ("_engine", 8548),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5686),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5684),
     "files": ("_files dcp distributed store weights", 4666),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_157),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_171),
     "survive": ("_survive survive", 2760),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 14_032),
 }

@@ -32,11 +32,6 @@ def warn_once(
     warnings.warn(message, category, stacklevel=stacklevel + 1)
 
 
-def mark_given(key: str) -> None:
-    """Suppresses a warning that would be false."""
-    _seen.add(key)
-
-
 def was_given(key: str) -> bool:
     """Whether :func:`warn_once` has seen ``key``."""
     return key in _seen

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .._base.deprecate import warn_once
 from .._C import ReduceOp
-from .._shards.stage import StagedShardSpec
-from ..global_var import context, num_losses, rank
+from .._engine.pipe_loss import LossCall
+from ..global_var import config, context, num_losses, rank
 from ..parameter import DistributedParameter
 
 _NUM_COMPARED = 3  # losses; one may be equal by chance, or because the first layer is zero
@@ -35,7 +35,10 @@ class LossWatch:
     def see_loss(self, loss: Tensor) -> None:
         """Records a loss."""
         if self._first_losses is not None and len(self._first_losses) < _NUM_COMPARED:
-            self._first_losses.append(loss.detach().to(torch.float32).reshape(()).clone())
+            if 1 < num_losses() == config["pipe_size"] and _is_of_pipeline(loss):
+                self._first_losses = None  # all ranks have one
+            else:
+                self._first_losses.append(loss.detach().to(torch.float32).reshape(()).clone())
         self._numbers["loss"].see(loss)
 
     def see_norm(self, norm: Tensor) -> None:
@@ -46,11 +49,9 @@ class LossWatch:
         """Warns on rank 0 of detected mistakes. Collective, once."""
         if self._first_losses is not None and len(self._first_losses) == _NUM_COMPARED:
             losses, self._first_losses = self._first_losses, None
-            specs = [p._spec for p in parameters if isinstance(p, DistributedParameter)]
             # Managers of plain parameters may step on some ranks only.
-            if specs:
-                of_pipeline = any(isinstance(spec, StagedShardSpec) for spec in specs)
-                _compare(losses, "OptimManager.same_samples" + ".pipeline" * of_pipeline)
+            if any(isinstance(p, DistributedParameter) for p in parameters):
+                _compare(losses)
         for name, number in self._numbers.items():
             if number.end_step() and not has_loss_scale:
                 warn_once(
@@ -87,8 +88,21 @@ class _Number:
         return self._num_bad >= _NUM_BAD
 
 
-def _compare(losses: list[Tensor], key: str) -> None:
-    """Warns if all ranks had the same losses, once for ``key``. Collective."""
+def _is_of_pipeline(loss: Tensor) -> bool:
+    """Whether a loss depends on one that all ranks of a pipeline have."""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(getattr(node, "call", None), LossCall):
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [follower for follower, _ in node.next_functions]
+    return False
+
+
+def _compare(losses: list[Tensor]) -> None:
+    """Warns if all ranks had the same losses. Collective."""
     ctx = context("OptimManager.step")
     if num_losses() == 1 or ctx.virtual_shards:
         return
@@ -99,7 +113,7 @@ def _compare(losses: list[Tensor], key: str) -> None:
     is_same = all(math.isfinite(a) and a == -b for a, b in zip(largest, smallest, strict=True))
     if is_same and rank() == 0:
         warn_once(
-            key,
+            "OptimManager.same_samples",
             f"OptimManager: the losses of all {ctx.topology.world_size} ranks were equal bit for bit in the first "
             f"{_NUM_COMPARED} backwards, as if all trained on the same samples. bmtrain.data.loader(dataset, "
             "batch_size, seed) gives each rank its own. (All ranks are seeded alike: DataLoader(shuffle=True) and "

@@ -571,29 +571,31 @@ def test_a_parameter_of_the_head_that_one_of_two_pipelines_uses() -> None:
 def warnings_of_trainings() -> list[str]:
     """Warnings of ranks with one loss, and of equal samples: in a model outside of the pipeline, and in a call."""
     told = []
-    deprecate._seen.difference_update(("OptimManager.same_samples", "OptimManager.same_samples.pipeline"))
-    for kind in ("loss", "outside", "call"):
-        if kind == "call":
-            deprecate._seen.discard("OptimManager.same_samples.pipeline")
+    for kind in ("loss", "loss of a frozen list", "outside", "call"):
+        deprecate._seen.discard("OptimManager.same_samples")
         model = Model(2)
         bmt.init_parameters(model)
+        model.layers.requires_grad_("frozen" not in kind)
         manager = bmt.optim.OptimManager()
-        trained = model.embedding if kind == "outside" else model
+        trained = model if kind in ("loss", "call") else model.embedding
         manager.add_optimizer(bmt.optim.AdamOptimizer(trained.parameters()))
-        x, wanted = torch.ones(4, DIM) * (bmt.rank() if kind == "loss" else 1), torch.arange(4)
+        x, wanted = torch.ones(4, DIM) * (bmt.rank() if "loss" in kind else 1), torch.arange(4)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(4):
                 manager.zero_grad()
-                if kind == "loss":
-                    loss = model(x, wanted)
+                if "loss" in kind:
+                    loss = model(x, wanted) + 1
                 else:
                     loss = (trained(x) if kind == "outside" else model.layers(x, 0.5)).square().mean()
                 manager.backward(loss)
                 manager.step()
-        told += [str(warning.message).partition(":")[0] for warning in caught]
+        told += [str(warning.message).partition(":")[0] + kind for warning in caught]
     return told
 
 
 def test_ranks_with_one_loss_are_not_told_that_their_samples_are_the_same():
-    assert run_ranks(2, warnings_of_trainings, init={"pipe_size": 2}) == [["OptimManager"] * 2, []]
+    assert run_ranks(2, warnings_of_trainings, init={"pipe_size": 2}) == [
+        ["OptimManageroutside", "OptimManagercall"],
+        [],
+    ]
