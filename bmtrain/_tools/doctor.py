@@ -27,128 +27,65 @@ from .terminal import columns, fold
 
 PACKAGE = "bmtrain"
 
-#: Where an object lives -> the other paths under which it is the same object. Paths are below the package.
-API: dict[str, str] = {
+#: Objects: where one lives, and after each "=" another path under which it is the same; with a dot at its end, of the
+#: same name there. Paths are below the package.
+_OBJECTS = (
     # launch and state
-    "init_distributed": "init.init_distributed",
-    "init.is_initialized": "",
-    "init.topology": "",
-    "config": "global_var.config",
-    "rank": "global_var.rank",
-    "world_size": "global_var.world_size",
-    "synchronize": "synchronize.synchronize",
-    "sum_loss": "synchronize.sum_loss",
-    "wait_loader": "synchronize.wait_loader",
-    "gather_result": "synchronize.gather_result",
-    "print_rank": "utils.print_rank",
-    "print_block": "utils.print_block",
-    "print_dict": "utils.print_dict",
-    "see_memory": "utils.see_memory",
-    "load_nccl_pypi": "utils.load_nccl_pypi",
-    "__version__": "",
+    "init_distributed=init. init.is_initialized init.topology config=global_var. rank=global_var. "
+    "world_size=global_var. synchronize=synchronize. sum_loss=synchronize. wait_loader=synchronize. "
+    "gather_result=synchronize. print_rank=utils. print_block=utils. print_dict=utils. see_memory=utils. "
+    "load_nccl_pypi=utils. __version__ "
     # models
-    "DistributedParameter": "parameter.DistributedParameter layer.DistributedParameter nn.DistributedParameter",
-    "ParameterInitializer": "parameter.ParameterInitializer",
-    "parameter.OpAllGather": "",
-    "DistributedModule": "layer.DistributedModule nn.DistributedModule",
-    "init_parameters": "param_init.init_parameters",
-    "grouped_parameters": "param_init.grouped_parameters",
-    "Block": "CheckpointBlock block_layer.Block block_layer.CheckpointBlock",
-    "TransformerBlockList": "block_layer.TransformerBlockList",
-    "block_layer.round_up": "utils.round_up",
-    "block_layer.storage_type_cuda": "",
-    "PipelineTransformerBlockList": "pipe_layer.PipelineTransformerBlockList",
-    "BMTrainModelWrapper": "wrapper.BMTrainModelWrapper",
-    "wrapper.make_distributed": "",
-    "wrapper.model_wrapper_dispatch": "",
-    "checkpoint": "checkpointing.checkpoint",
-    "zero_context.ZeroContext": "block_layer.CheckpointBlockContext",
+    "DistributedParameter=parameter.=layer.=nn. ParameterInitializer=parameter. parameter.OpAllGather "
+    "DistributedModule=layer.=nn. init_parameters=param_init. grouped_parameters=param_init. "
+    "Block=CheckpointBlock=block_layer.=block_layer.CheckpointBlock TransformerBlockList=block_layer. "
+    "block_layer.round_up=utils. block_layer.storage_type_cuda PipelineTransformerBlockList=pipe_layer. "
+    "BMTrainModelWrapper=wrapper. wrapper.make_distributed wrapper.model_wrapper_dispatch "
+    "checkpoint=checkpointing. zero_context.ZeroContext=block_layer.CheckpointBlockContext "
     # files
-    "save": "store.save",
-    "load": "store.load",
-    "store.DistributedStateDictWrapper": "",
-    "store.DistributedTensorWrapper": "",
-    "store.DTYPE_LIST": "",
-    "store._save_to_rank0": "",
-    "store._save_to_local_rank0": "",
-    "store._save_to_infer_model": "",
-    "store.allgather_object": "",
-    "store.allgather_objects": "",
-    "store.broadcast_object": "",
+    "save=store. load=store. store.DistributedStateDictWrapper store.DistributedTensorWrapper "
+    "store.DTYPE_LIST store._save_to_rank0 store._save_to_local_rank0 store._save_to_infer_model "
+    "store.allgather_object store.allgather_objects store.broadcast_object "
     # training
-    "optim.AdamOptimizer": "optim.adam.AdamOptimizer",
-    "optim.AdamOffloadOptimizer": "optim.adam_offload.AdamOffloadOptimizer",
-    "optim.OptimManager": "optim.optim_manager.OptimManager",
-    "optim.clip_grad_norm": "optim.clip_grad.clip_grad_norm",
-    "optim.optim_manager.check_overflow": "",
-    "optim.optim_manager.grad_rescale": "",
-    "optim_step": "backward.optim_step",
-    "lr_scheduler.WarmupLRScheduler": "lr_scheduler.warmup.WarmupLRScheduler lr_scheduler.WarmupLRSchduler",
-    "lr_scheduler.Noam": "lr_scheduler.noam.Noam",
-    "lr_scheduler.Linear": "lr_scheduler.linear.Linear",
-    "lr_scheduler.Cosine": "lr_scheduler.cosine.Cosine",
-    "lr_scheduler.Exponential": "lr_scheduler.exponential.Exponential",
-    "lr_scheduler.NoDecay": "lr_scheduler.no_decay.NoDecay",
-    "loss.FusedCrossEntropy": "loss.cross_entropy.FusedCrossEntropy",
-    "loss._function.has_inf_nan": "",
+    "optim.AdamOptimizer=optim.adam. optim.AdamOffloadOptimizer=optim.adam_offload. "
+    "optim.OptimManager=optim.optim_manager. optim.clip_grad_norm=optim.clip_grad. "
+    "optim.optim_manager.check_overflow optim.optim_manager.grad_rescale optim_step=backward. "
+    "lr_scheduler.WarmupLRScheduler=lr_scheduler.warmup.=lr_scheduler.WarmupLRSchduler "
+    "lr_scheduler.Noam=lr_scheduler.noam. lr_scheduler.Linear=lr_scheduler.linear. "
+    "lr_scheduler.Cosine=lr_scheduler.cosine. lr_scheduler.Exponential=lr_scheduler.exponential. "
+    "lr_scheduler.NoDecay=lr_scheduler.no_decay. loss.FusedCrossEntropy=loss.cross_entropy. "
+    "loss._function.has_inf_nan "
     # collectives
-    **{
-        f"distributed.{name}": f"distributed.ops.{name}"
-        for name in [
-            "all_reduce",
-            "all_gather",
-            "broadcast",
-            "reduce_scatter",
-            "send_activations",
-            "recv_activations",
-        ]
-    },
-    "nccl.send": "distributed.ops.ncclSend",
-    "nccl.recv": "distributed.ops.ncclRecv",
-    "nccl.allGather": "distributed.ops.ncclAllGather",
-    "nccl.allReduce": "distributed.ops.ncclAllReduce",
-    "nccl.broadcast": "distributed.ops.ncclBroadcast",
-    "nccl.reduceScatter": "distributed.ops.ncclReduceScatter",
-    "nccl.reduce": "",
-    "nccl.groupStart": "",
-    "nccl.groupEnd": "",
-    "nccl.commCount": "",
-    "nccl.commRank": "",
-    "nccl.getUniqueId": "",
-    "nccl.commInitRank": "",
-    "nccl.commDestroy": "",
-    "nccl.NCCLCommunicator": "",
-    "nccl.dtype2nccl": "",
-    "nccl.op2nccl": "",
+    "distributed.all_reduce=distributed.ops. distributed.all_gather=distributed.ops. "
+    "distributed.broadcast=distributed.ops. distributed.reduce_scatter=distributed.ops. "
+    "distributed.send_activations=distributed.ops. distributed.recv_activations=distributed.ops. "
+    "nccl.send=distributed.ops.ncclSend nccl.recv=distributed.ops.ncclRecv "
+    "nccl.allGather=distributed.ops.ncclAllGather nccl.allReduce=distributed.ops.ncclAllReduce "
+    "nccl.broadcast=distributed.ops.ncclBroadcast nccl.reduceScatter=distributed.ops.ncclReduceScatter "
+    "nccl.reduce nccl.groupStart nccl.groupEnd nccl.commCount nccl.commRank nccl.getUniqueId "
+    "nccl.commInitRank nccl.commDestroy nccl.NCCLCommunicator nccl.dtype2nccl nccl.op2nccl "
     # layers
-    "nn.Linear": "nn.linear.Linear",
-    "nn.OpLinear": "nn.linear.OpLinear",
-    "nn.ColumnParallelLinear": "nn.column_parallel_linear.ColumnParallelLinear",
-    "nn.RowParallelLinear": "nn.row_parallel_linear.RowParallelLinear",
-    "nn.VPEmbedding": "nn.parallel_embedding.VPEmbedding",
-    "nn.OpParallelLinear": "nn.parallel_linear_func.OpParallelLinear",
-    "nn.parallel_linear_func.ReduceType": "",
-    "nn.Projection": "",
-    "nn.VPProjection": "",
+    "nn.Linear=nn.linear. nn.OpLinear=nn.linear. nn.ColumnParallelLinear=nn.column_parallel_linear. "
+    "nn.RowParallelLinear=nn.row_parallel_linear. nn.VPEmbedding=nn.parallel_embedding. "
+    "nn.OpParallelLinear=nn.parallel_linear_func. nn.parallel_linear_func.ReduceType nn.Projection "
+    "nn.VPProjection "
     # looking into a run
-    "inspect.inspect_model": "inspect.model.inspect_model",
-    "inspect.inspect_tensor": "inspect.tensor.inspect_tensor",
-    "inspect.record_tensor": "inspect.tensor.record_tensor",
-    "inspect.format_summary": "inspect.format.format_summary",
-    "inspect.tensor.InspectTensor": "",
-    "inspect.tensor.InspectTensorManager": "",
-    "benchmark.all_gather": "",
-    "benchmark.reduce_scatter": "",
-    "benchmark.send_recv": "",
-    "utils.AverageRecorder": "",
-    "utils.check_torch_version": "",
-    "utils.tp_split_tensor": "",
-    "debug.set": "",
-    "debug.get": "",
-    "debug.append": "",
-    "debug.extend": "",
-    "debug.clear": "",
-}
+    "inspect.inspect_model=inspect.model. inspect.inspect_tensor=inspect.tensor. "
+    "inspect.record_tensor=inspect.tensor. inspect.format_summary=inspect.format. "
+    "inspect.tensor.InspectTensor inspect.tensor.InspectTensorManager benchmark.all_gather "
+    "benchmark.reduce_scatter benchmark.send_recv utils.AverageRecorder utils.check_torch_version "
+    "utils.tp_split_tensor debug.set debug.get debug.append debug.extend debug.clear "
+)
+
+
+def _paths(entry: str) -> tuple[str, str]:
+    """Returns where an object lives, and its other paths."""
+    home, *others = entry.split("=")
+    name = home.rpartition(".")[2]
+    return home, " ".join(other + name * other.endswith(".") for other in others)
+
+
+API = dict(map(_paths, _OBJECTS.split()))
 
 #: Modules that ``import bmtrain`` alone makes reachable as attributes of the package.
 MODULES = [
