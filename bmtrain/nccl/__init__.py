@@ -20,30 +20,7 @@ from .._ranks.comm import reduce_op
 from .._ranks.context import refuse_child
 from . import enums
 from ._unique_id import commInitRank, getUniqueId
-from .enums import (  # noqa: F401 -- names of enums.__all__
-    dtype2nccl,
-    ncclAvg,
-    ncclBfloat16,
-    ncclChar,
-    ncclDouble,
-    ncclFloat,
-    ncclFloat16,
-    ncclFloat32,
-    ncclFloat64,
-    ncclHalf,
-    ncclInt,
-    ncclInt8,
-    ncclInt32,
-    ncclInt64,
-    ncclMax,
-    ncclMin,
-    ncclProd,
-    ncclSum,
-    ncclUint8,
-    ncclUint32,
-    ncclUint64,
-    op2nccl,
-)
+from .enums import *  # noqa: F403 -- names of enums.__all__
 
 __all__ = [
     "Buffer",
