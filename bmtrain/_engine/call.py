@@ -81,6 +81,7 @@ class BlockCall:
         roots: the roots of the graph, if outputs have left it.
         trains: for each buffer, which parameters required grad.
         has_state: whether the arguments hold objects that can be written to.
+        writes_in_place: whether a backward has led products of the graph to the flat gradients.
         parts: the features of this call. They do not refer to it, so that it is freed with the caller's graph.
         host: offloaded activations.
         of_several: gives a further part of a call with several outer results, in the order of the outputs.
@@ -100,7 +101,7 @@ class BlockCall:
         self.roots: GraphRoots | None = None
         self.trains: list[list[bool]] = []
         self.has_state = False
-        self.is_spent = False
+        self.is_spent = self.writes_in_place = False
         self.parts: list[Part] = []
         self.host: HostActivations | None = None
         self.of_several: Callable[[list[torch.Tensor]], Part]
@@ -223,10 +224,11 @@ class BlockCall:
     def backward(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Returns the gradients of the inputs; called by the node in the outer graph."""
         block, engine = self.block, self.engine
-        self._refuse_what_cannot_be_right()
+        for_inputs = not Variable._execution_engine.is_checkpoint_valid()  # grad(), backward(inputs=)
+        self._refuse_what_cannot_be_right(for_inputs)
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         known = zip(block.buffers, self.trains, strict=True)
-        trains = dict(filter(engine.gradients.destination.takes, known))
+        trains = {} if for_inputs else dict(filter(engine.gradients.destination.takes, known))
         roots = [number for number, gradient in enumerate(gradients) if gradient is not None]
         training, outputs, leaves = tuple(trains), self.outputs, self.leaves
         for part in self.parts:
@@ -243,6 +245,7 @@ class BlockCall:
                         tuple(map(outputs.__getitem__, roots)),
                         tuple(map(gradients.__getitem__, roots)),
                         keep_graph,
+                        tuple(leaves) if for_inputs else (),
                     )
             input_gradients = [leaf.grad for leaf in leaves]
             for part in self.parts:
@@ -257,29 +260,29 @@ class BlockCall:
             for part in self.parts:
                 part.drop(for_good=not keep_graph)
         engine.close(block, keep=engine.schedule.expects_backward_of(block))
-        engine.gradients.send(block, training)
+        if not for_inputs:
+            engine.gradients.send(block, training)
         if not keep_graph:
             self._spend()
         return input_gradients
 
-    def _differentiate(
-        self, outputs: tuple[Any, ...], gradients: tuple[torch.Tensor | None, ...], keep_graph: bool
-    ) -> None:
-        """Runs autograd in the island, without the checks of torch.autograd.backward() on the given gradients."""
+    def _differentiate(self, outputs: tuple[Any, ...], gradients: Any, keep_graph: bool, leaves: Any) -> None:
+        """Runs autograd in the island, to ``leaves`` alone if given, without the checks of torch.autograd."""
         islands = self.engine.islands
         islands.enter()
         try:
-            if self.host is None:
+            if self.host is None and not leaves:
                 roots = None if isinstance(outputs[0], torch.Tensor) else self.roots
-                packed = any(part.packs_saved for part in self.parts)
-                write_products_in_place(roots or GraphRoots(outputs), packed=packed, later=self.engine.later)
+                ends, packed = roots or GraphRoots(outputs), any(part.packs_saved for part in self.parts)
+                found = write_products_in_place(ends, packed=packed, later=self.engine.later)
+                self.writes_in_place |= found > 0
             Variable._execution_engine.run_backward(
-                outputs, gradients, keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
+                outputs, gradients, keep_graph, False, leaves, allow_unreachable=True, accumulate_grad=True
             )
         finally:
             islands.leave()
 
-    def _refuse_what_cannot_be_right(self) -> None:
+    def _refuse_what_cannot_be_right(self, for_inputs: bool) -> None:
         label = self.block.label
         if self.is_spent:
             raise RuntimeError(
@@ -290,14 +293,16 @@ class BlockCall:
                     else "specify retain_graph=True in the first backward()"
                 )
             )
-        if not Variable._execution_engine.is_checkpoint_valid():
+        if for_inputs and self.writes_in_place:
             raise RuntimeError(
-                f"{label}: torch.autograd.grad() and backward(inputs=...) cannot be used through a Block, because "
-                "the gradients of its parameters are reduced over the ranks on the way; use backward(), which leaves "
-                "an input's gradient in .grad; for create_graph, grad() in the forward of a use_checkpoint=False Block"
+                f"{label}: torch.autograd.grad() and backward(inputs=...) cannot follow backward(retain_graph=True), "
+                "which has changed the graph; call them before it"
             )
         if torch.is_grad_enabled():
-            raise RuntimeError(f"{label}: a Block cannot be differentiated twice (create_graph=True)")
+            raise RuntimeError(
+                f"{label}: a Block cannot be differentiated twice; for create_graph, grad() in the forward of a "
+                "use_checkpoint=False Block"
+            )
         if self._parameter_version != self.block.version():
             raise RuntimeError(
                 f"{label}: a parameter was modified in place between forward and backward (by an optimizer step, "
@@ -350,23 +355,22 @@ def kept_alive(block: BlockState, result: Any, given: Collection[int] = ()) -> A
 
 
 def refuse_parameters_as_inputs() -> None:
-    """Makes ``backward(inputs=)`` of a Block's parameters an error: no graph of autograd leads to them."""
-    plain = torch.autograd.backward
+    """Makes a Block's parameters an error among the inputs of ``torch.autograd.grad()`` and ``backward(inputs=)``."""
+    autograd: Any = torch.autograd
+    plain = autograd._engine_run_backward  # which both call, by whatever names they were imported
     if hasattr(plain, "_bmtrain"):
         return
 
     @wraps(plain)
-    def backward(*args: Any, inputs: Any = None, **kwargs: Any) -> None:
-        inputs = [inputs] if isinstance(inputs, torch.Tensor) else inputs
-        inputs = tuple(inputs) if isinstance(inputs, Iterator) else inputs
-        for param in inputs.values() if isinstance(inputs, dict) else inputs or ():
-            if getattr(param, "_block", None) is not None:
+    def run(outputs: Any, grads: Any, keep: Any, create: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        for param in inputs:
+            is_inside = getattr(param, "_block", None) is not None and not param._is_full()
+            if is_inside or getattr(param, "_is_inside", False):
                 raise RuntimeError(
-                    f"backward(inputs=...): got {param._label} of a Block, whose gradient would stay None; use "
-                    "backward(), with requires_grad_(False) on parameters that get none, in forward too"
+                    f"torch.autograd.grad() or backward(inputs=...): got {param._label} of a Block, to which no graph "
+                    "leads; use backward(), with requires_grad_(False) on parameters that get none, in forward too"
                 )
-        kwargs |= {} if inputs is None else {"inputs": inputs}  # which may be the last of args
-        plain(*args, **kwargs)
+        return plain(outputs, grads, keep, create, inputs, *args, **options)
 
-    backward._bmtrain = True  # type: ignore[attr-defined]
-    torch.autograd.backward = backward
+    run._bmtrain = True  # type: ignore[attr-defined]
+    autograd._engine_run_backward = autograd.graph._engine_run_backward = run

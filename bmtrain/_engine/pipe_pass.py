@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 
 from .._C import DeferredProducts, Work
@@ -337,6 +338,11 @@ class _Pipeline(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if not Variable._execution_engine.is_checkpoint_valid():
+            raise RuntimeError(
+                "torch.autograd.grad() and backward(inputs=...) cannot be used through a pipeline, which reduces the "
+                "gradients of its parameters on the way; use backward(), which leaves an input's gradient in .grad"
+            )
         return None, *ctx.call.backward(*gradients)
 
 

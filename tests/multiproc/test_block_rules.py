@@ -306,8 +306,8 @@ def refused() -> None:
     for recompute in (True, False):
         block = bmt.Block(distribute(Layer()), use_checkpoint=recompute)
         x = torch.randn(2, 6, requires_grad=True)
-        with pytest.raises(RuntimeError, match=r"autograd.grad"):
-            torch.autograd.grad(block(x).sum(), x)
+        with pytest.raises(RuntimeError, match="twice"):
+            torch.autograd.grad(block(x).sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="twice"):
             block(x).sum().backward(create_graph=True)
         loss = block(x).sum()
@@ -318,8 +318,86 @@ def refused() -> None:
         block(x).sum().backward()
 
 
+def by_grad(loss: torch.Tensor, x: torch.Tensor, keep: bool) -> torch.Tensor:
+    return torch.autograd.grad(loss, x, retain_graph=keep)[0]
+
+
+def by_inputs(loss: torch.Tensor, x: torch.Tensor, keep: bool) -> torch.Tensor:
+    x.grad = None
+    loss.backward(inputs=[x], retain_graph=keep)
+    assert x.grad is not None
+    return x.grad
+
+
+def gradients_of_inputs(policy: dict[str, Any]) -> None:
+    """Attacks, guidance and saliency: gradients of inputs alone, between and inside steps of training."""
+    plain, model = twins(lambda: torch.nn.ModuleList([Layer(dropout=0.3) for _ in range(3)]))
+    blocks = bmt.TransformerBlockList([bmt.Block(each, policy=bmt.BlockPolicy(**policy)) for each in model])
+    inputs = batches(2, 6)
+
+    def loss_of(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(4)
+        for layer in layers:
+            x = layer(x)
+        return x.square().sum()
+
+    for way in (by_grad, by_inputs):
+        for frozen in (False, True):
+            for layers in (plain, blocks):
+                layers.zero_grad(set_to_none=True)
+                layers.requires_grad_(not frozen)
+            x, y = (inputs[bmt.rank()].clone().requires_grad_() for _ in range(2))
+            losses = loss_of(plain, x), loss_of(blocks, y)
+            for _ in range(2):
+                assert torch.equal(way(losses[0], x, True), way(losses[1], y, True))
+            assert all(p.grad is None for p in blocks.parameters()) and are_shards(blocks[1])
+            if not frozen:
+                summed_reference(lambda rank: loss_of(plain, inputs[rank]))  # its gradients are in plain
+                with bmt.no_sync():
+                    way(loss_of(blocks, y), y, False)
+                losses[1].backward()
+                check_gradients(plain, blocks)
+                with bmt.no_sync():
+                    loss_of(blocks, y).backward()  # waits, while the gradients of inputs pass by
+                    way(loss_of(blocks, y), y, False)
+                loss_of(blocks, y).backward()
+                for p in plain.parameters():
+                    p.grad *= 3
+                check_gradients(plain, blocks)
+    with pytest.raises(RuntimeError, match=r"got parameter .* of a Block.*requires_grad_"):
+        torch.autograd.grad(loss_of(blocks, y), [y, *blocks.parameters()], allow_unused=True)
+    assert all(map(are_shards, blocks))
+
+
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("body", [foreign_history, left_behind, refused])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"recompute": "whole"},
+        {"recompute": "off"},
+        {"recompute": "selective"},
+        {"recompute": "off", "level": 2},
+    ],
+)
+def test_gradients_of_inputs_alone_are_those_of_torch(world: int, policy: dict[str, Any]) -> None:
+    run_ranks(world, gradients_of_inputs, policy)
+
+
+def inputs_after_a_whole_backward() -> None:
+    """A graph that a backward has changed for its products must not add them to gradients again."""
+    block = bmt.Block(distribute(Layer()), use_checkpoint=False)
+    x = torch.randn(2, 6, requires_grad=True)
+    loss = block(x).sum()
+    with bmt.no_sync():
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match=r"cannot follow backward\(retain_graph=True\)"):
+            torch.autograd.grad(loss, x)
+    block(x).sum().backward()
+    assert are_shards(block)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("body", [foreign_history, left_behind, refused, inputs_after_a_whole_backward])
 def test_what_cannot_be_right_raises(world: int, body: Any) -> None:
     run_ranks(world, body)
 

@@ -801,6 +801,15 @@ def gradients_of_inputs() -> None:
             RuntimeError, match=r"got parameter \d+ of shape \(4, 4\) of a Block.*requires_grad_"
         ):
             model[0](x).sum().backward(inputs=inputs)
+    with pytest.raises(RuntimeError, match=r"torch.autograd.grad\(\) .* of a Block"):
+        torch.autograd.grad(model[0](x).sum(), [x, *model.parameters()], allow_unused=True)
+    model[0].adapter = bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4))
+    plainly, model[0]._module.forward = model[0]._module.forward, lambda x: plainly(model[0].adapter(x))
+    adapter = model[0].adapter._parameters["weight"]
+    with pytest.raises(RuntimeError, match="of a Block"):
+        model[0](x).sum().backward(inputs=[adapter])
+    model[0](x).sum().backward()
+    assert adapter.grad is not None
     for given in (x, [x], [x, plain.weight]):
         plain.weight.grad = x.grad = None
         plain(x).sum().backward(inputs=given)

@@ -257,6 +257,21 @@ def test_evaluation_in_a_pipeline():
     run_ranks(2, evaluation, init={"pipe_size": 2})
 
 
+def gradients_of_inputs() -> None:
+    pipeline = bmt.PipelineTransformerBlockList([Layer() for _ in range(2)])
+    bmt.init_parameters(pipeline)
+    x = torch.randn(BATCH, DIM, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"through a pipeline.*use backward\(\)"):
+        torch.autograd.grad(pipeline(x, x, torch.zeros(2 * DIM), flag="mask").sum(), x)
+    assert all(p.grad is None for p in pipeline.parameters())
+    pipeline(x, x, torch.zeros(2 * DIM), flag="mask").sum().backward()
+    assert x.grad is not None
+
+
+def test_gradients_of_inputs_alone_are_refused_in_a_pipeline():
+    run_ranks(2, gradients_of_inputs, init={"pipe_size": 2})
+
+
 def life_of_a_call() -> None:
     pipeline = bmt.PipelineTransformerBlockList([Layer() for _ in range(2)])
     bmt.init_parameters(pipeline)
