@@ -21,7 +21,16 @@ from ._shards import penalties
 from ._shards.at_rest import show, show_together
 from ._shards.block_ref import BlockRef
 from ._shards.data_version import DataVersion
-from ._shards.draws import OF_MATRICES, RANDOM, ShardData, drawing_whole, of_matrices, transposed
+from ._shards.draws import (
+    INDEXING,
+    OF_MATRICES,
+    RANDOM,
+    ShardData,
+    by_position,
+    drawing_whole,
+    of_matrices,
+    transposed,
+)
 from ._shards.foreign import refuse_fsdp, refuse_replicated, warn_of_flatness
 from ._shards.full_values import copy_of_part, full_value, gather_flat, load_full_value, shard_of, whole_shape
 from ._shards.gather import OpAllGather
@@ -224,8 +233,7 @@ class DistributedParameter(torch.nn.Parameter):
         if owner._data_version is None:
             owner._data_version = DataVersion()
         data = owner._data_version.counted(data_of(self))
-        is_whole = self.shape == self._original_shape or self._spec.group.size == 1
-        return data if is_whole else ShardData.of(self, data)
+        return data if self.shape == self._original_shape else ShardData.of(self, data)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -450,6 +458,8 @@ for _name in RANDOM:
     setattr(DistributedParameter, _name, drawing_whole(_name))
 for _name in OF_MATRICES:
     setattr(DistributedParameter, _name, of_matrices(_name))
+for _name in INDEXING:
+    setattr(DistributedParameter, _name, by_position(_name))
 DistributedParameter.T = property(transposed)  # type: ignore[assignment]
 DistributedParameter.requires_grad = penalties.REQUIRES_GRAD  # type: ignore[assignment]
 DistributedParameter.requires_grad_ = penalties.require_grad  # type: ignore[assignment]

@@ -1,14 +1,16 @@
-"""Random fills of shards, which are parts of one draw, and refusal of their matrix products."""
+"""Random fills of shards, which are parts of one draw, refusal of their matrix products, warning of positions."""
 
 from __future__ import annotations
 
 import copy
 import functools
 from collections.abc import Callable
+from sys import _getframe
 from typing import Any
 
 import torch
 
+from .foreign import warn_of_positions
 from .full_values import load_full_value
 
 RANDOM = (
@@ -67,6 +69,33 @@ def _refuse_shard(tensor: Any, operation: str) -> None:
             f"shard of {tensor.numel()} elements, flat; compute with the parameter's gather(), in the forward of its "
             "Block or, without gradients, in `with bmtrain.whole(module, write=True):`"
         )
+
+
+#: Operations that take positions, of which a shard has others than the parameter.
+INDEXING = ("__getitem__", "__setitem__")
+
+
+def by_position(name: str) -> Callable[..., Any]:
+    """Returns the tensor's method ``name`` for the same, which warns a script that indexes a shard by positions."""
+    plain: Callable[..., Any] = getattr(torch.Tensor, name)
+
+    @functools.wraps(plain)
+    def index(self: Any, key: Any, *value: Any) -> Any:
+        if any(map(_is_position, key if isinstance(key, tuple) else (key,))):
+            param: Any = self.__dict__.get("_param") if isinstance(self, ShardData) else self
+            is_shard = self._is_still(param) if isinstance(self, ShardData) else not self._is_full()
+            if is_shard and not self.is_meta and self.shape != param._original_shape:
+                warn_of_positions(tuple(param._original_shape), _getframe(1))
+        return plain(self, key, *value)
+
+    return index
+
+
+def _is_position(key: Any) -> bool:
+    """Whether an index takes some elements by where they are; a mask takes them by what they are."""
+    if isinstance(key, torch.Tensor):
+        return key.dtype != torch.bool
+    return not (key is None or key is Ellipsis or (isinstance(key, slice) and key == slice(None)))
 
 
 class Alias(torch.Tensor):
@@ -131,4 +160,6 @@ for _name in RANDOM:
     setattr(ShardData, _name, _drawing_into(_name))
 for _name in OF_MATRICES:
     setattr(ShardData, _name, of_matrices(_name))
+for _name in INDEXING:
+    setattr(ShardData, _name, by_position(_name))
 ShardData.T = property(transposed)  # type: ignore[assignment]

@@ -137,15 +137,29 @@ def _with_shards(optimizer: torch.optim.Optimizer) -> str:
 
 
 def warn_of_flatness(reader: FrameType) -> None:
-    """Warns a script, once and on rank 0, whose frame ``reader`` asks a flat shard for its number of dimensions."""
+    """Warns a script whose frame ``reader`` asks a flat shard for its number of dimensions."""
+    _warn_script(
+        reader,
+        "dim",
+        "dim() and ndim of a DistributedParameter are 1 outside of forwards, as its shards are flat: a selection "
+        "such as p.dim() > 1 (of what decays, of what is initialised) finds nothing. Use len(p.full_shape)",
+    )
+
+
+def warn_of_positions(shape: tuple[int, ...], reader: FrameType) -> None:
+    """Warns a script whose frame ``reader`` indexes the shard of a parameter of ``shape``."""
+    _warn_script(
+        reader,
+        "index",
+        f"an index was used on a DistributedParameter of shape {shape}, or its .data, which outside of the Block's "
+        "forward is this rank's shard, flat: it takes other elements than of the full tensor. Write in `with "
+        "bmtrain.whole(module, write=True):`, and read from p.gather()",
+    )
+
+
+def _warn_script(reader: FrameType, key: str, message: str) -> None:
     if rank() == 0 and reader.f_globals.get("__name__", "").partition(".")[0] not in ("bmtrain", "torch"):
-        warn_once(
-            "parameter.dim",
-            "dim() and ndim of a DistributedParameter are 1 outside of forwards, as its shards are flat: a selection "
-            "such as p.dim() > 1 (of what decays, of what is initialised) finds nothing. Use len(p.full_shape)",
-            stacklevel=3,
-            category=UserWarning,
-        )
+        warn_once(f"parameter.{key}", message, stacklevel=4, category=UserWarning)
 
 
 def _replicated(owner: str) -> RuntimeError:

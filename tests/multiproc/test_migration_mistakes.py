@@ -147,6 +147,51 @@ def test_a_script_that_asks_shards_for_their_dimensions_is_warned_once() -> None
         assert others in ([], [[[], [], []]])
 
 
+def indexed_outside() -> list[list[str]]:
+    deprecate._seen.discard("parameter.index")
+    model = bmt.BMTrainModelWrapper(torch.nn.ModuleList([Rows()]))
+    block = model[0]
+    weight, bias = block.weight, block.bias
+    mask = weight.detach() > 0
+    said = []
+
+    def write_row(tensor: torch.Tensor) -> None:
+        tensor[:1] = 0
+
+    for use in (
+        lambda: [weight[mask], weight[...], weight[:], weight.data.view(-1)[:1], block(torch.ones(2, 4))],
+        lambda: write_row(weight.data),
+        lambda: [bias[:1], weight[1:2], weight.data[:2]],
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            use()
+        assert all(w.filename == __file__ for w in caught)
+        said.append([str(w.message) for w in caught])
+    with bmt.whole(model, write=True), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        write_row(weight)
+        write_row(weight.data)
+    assert weight.gather()[0].eq(0).all()
+    return said
+
+
+class Rows(torch.nn.Linear):
+    """Indexes its parameters where they are full."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight[0] + self.bias[:1] + self.weight.data[:, 1]
+
+
+def test_a_script_that_indexes_shards_is_warned_once() -> None:
+    for first, *others in (run_ranks(1, indexed_outside), run_ranks(2, indexed_outside)):
+        assert list(map(len, first)) == [0, 1, 0] and "bmtrain.whole" in first[1][0]
+        assert others in ([], [[[], [], []]])
+
+
 class Holder(torch.nn.Module):
     """A plain module, which nobody asks before its parameters are taken."""
 
