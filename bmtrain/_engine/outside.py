@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from .._base.stand_in import StandIn
 from .._base.tensors import version_of
 from .._C import ReduceOp
+from .._shards.gather import warn_if_kept
 from .._shards.penalties import expected
 from .._shards.sharding import slot_length
 from ..global_var import context
@@ -178,6 +179,7 @@ class _GatherTogether(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         engine = context().engine
+        warn_if_kept(ctx, ctx.params)
         trained: list[tuple[int, torch.Tensor]] = []
         for index, (param, gradient) in enumerate(zip(ctx.params, gradients, strict=True)):
             if gradient is not None and param.requires_grad:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..global_var import context
+from .._base.deprecate import warn_once
+from .._base.tensors import version_of
+from ..global_var import context, rank
 from .penalties import expected
 
 if TYPE_CHECKING:
@@ -20,6 +23,20 @@ def changed_by_hooks(param: Sharded, gradient: torch.Tensor) -> torch.Tensor:
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def warn_if_kept(ctx: Any, params: Sequence[Any]) -> None:
+    """Warns, once and on rank 0, of gathered tensors in a second backward, before which their parameters changed."""
+    versions = [version_of(param) for param in params]
+    before, ctx.versions = getattr(ctx, "versions", versions), versions
+    if before != versions and rank() == 0:
+        warn_once(
+            "gather.kept",
+            f"backward: the loss uses a tensor that an earlier step has read from {params[0]._label}, or computed from "
+            "such a tensor: it is a copy of the parameter before that step. Read module.weight in every forward",
+            stacklevel=3,
+            category=UserWarning,
+        )
 
 
 class OpAllGather(torch.autograd.Function):
@@ -41,6 +58,7 @@ class OpAllGather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
         engine = context().engine
+        warn_if_kept(ctx, [ctx.param])
         if grad is None and not ctx.is_unused:  # a function may have returned a gradient on other ranks
             grad = torch.zeros(ctx.spec.shape, dtype=ctx.param.dtype, device=context().device)
         gradient = None if grad is None else engine.gradients.of_parameter(ctx.param, grad)

@@ -3,11 +3,14 @@ those of plain torch whatever the forward does."""
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from harness import run_ranks
 
 import bmtrain as bmt
+from bmtrain._base import deprecate
 from bmtrain._engine.engine import current_engine
 from bmtrain._engine.outside import SMALL_BYTES
 from bmtrain.global_var import context
@@ -329,3 +332,44 @@ def full_gradient(param: bmt.DistributedParameter) -> torch.Tensor:
     """Put together from the ranks' shards, which Blocks cut otherwise."""
     shards = bmt.store.allgather_objects((param._start_partition, param.grad.detach()))
     return torch.cat([shard for _, shard in sorted(shards, key=lambda pair: pair[0]) if shard.numel()])
+
+
+class Keeping(torch.nn.Linear):
+    """Computes with the transposed weight, which its first forward, or every one, has read."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__(DIM, DIM)
+        self.keeps = keeps
+        self.kept = []
+
+    def forward(self, x):
+        self.kept = self.kept if self.keeps and self.kept else [self.weight.t()]
+        return x @ self.kept[0] + self.bias
+
+
+def kept_for_a_later_step(where: str) -> list[list[str]]:
+    deprecate._seen.discard("gather.kept")
+    model = bmt.BMTrainModelWrapper(Keeping(where == "forward"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weight = model.weight
+    said = []
+    for _ in range(3):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss = model(torch.ones(2, DIM)).sum()
+            if where == "script":
+                loss = loss + weight.square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        said.append([str(w.message) for w in caught if "earlier step" in str(w.message)])
+    return said
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("where", ["forward", "script", "nowhere"])
+def test_a_tensor_that_is_kept_for_a_later_step_is_told_once(where, world):
+    first, *others = run_ranks(world, kept_for_a_later_step, where)
+    assert list(map(len, first)) == ([0, 0, 0] if where == "nowhere" else [0, 1, 0])
+    assert all(said == [[], [], []] for said in others)
