@@ -35,12 +35,13 @@ from .._ranks.groups import host_comm
 from .._ranks.messages import broadcast_bytes
 from .._ranks.shm_meeting import place
 from ..errors import CommunicationError
-from ..parameter import DistributedParameter
+from ..optim._sharded import ShardedOptimizer
 from ..virtual import VirtualShard, VirtualShards
 from .copies import all_parameters
 from .members import Address, Line, Lost, Members, Message
 from .reconnect import Reconnection
 from .reshard import Before, own_shards, parts_of, steps_of
+from .shared import kinds_of
 from .survival import Survival
 
 #: File with the addresses of the ranks.
@@ -103,11 +104,11 @@ class Joining(Survival):
         members = self._members
         if ctx.world.size == self._num_places:
             return 0
-        own = digest_of(all_parameters(ctx, self._keeper.optimizers()))
+        own = digest_of(ctx, self._keeper.optimizers())
         while (newcomer := members.newcomer()) is not None:
             if newcomer[0]["digest"] == own:
                 return ctx.world.rank + 1
-            why = "survive: expected the parameters of the job's ranks, got others: start the same script"
+            why = "survive: expected the parameters and groups of the job's ranks, got others: start the same script"
             newcomer[1].send({"do": "refuse", "why": why})
             members.drop_newcomer()
         return 0
@@ -134,14 +135,9 @@ class Joining(Survival):
         members.admit(Address(*offer["address"]))
         hosts, places = [*self._hosts, offer["host"]], [*ctx.places, offer["place"]]
         if ctx.world.rank == at:
-            numbers = [parts[p] for p in params]
             told = {"addresses": members.addresses, "epoch": members.epoch, "hosts": hosts, "places": places}
-            told |= {
-                "steps": steps,
-                "parts": numbers,
-                "place": self._place,
-                "places of ranks": self._num_places,
-            }
+            told |= {"steps": steps, "parts": [parts[p] for p in params], "place": self._place}
+            told |= {"trained": [p.requires_grad for p in params], "size": self._num_places}
             told |= {"seed": ctx.seed, "backend": ctx.backend}
             members.drop_newcomer({"do": "go", "store": offer["store"], **told})
         self._drop_what_runs(ctx)
@@ -180,9 +176,8 @@ class Joining(Survival):
                 ]
                 for o in manager.optimizers
             ]
-            state = {"step": self._step, "user": self.get_user_state()}
-            state["generators"] = packed_generators(ctx.device)
-            torch.save({**state, "groups": groups, "schedules": schedules}, file)
+            state = {"step": self._step, "generators": packed_generators(ctx.device), "groups": groups}
+            torch.save({**state, "schedules": schedules, "user": self.get_user_state()}, file)
             data = file.getvalue()
         data = broadcast_bytes(data, 0, host_comm(ctx), _LABEL)
         if data is None or ctx.world.rank < ctx.world.size - 1:
@@ -209,10 +204,13 @@ class Joining(Survival):
             )
         params = all_parameters(ctx, keeper.optimizers())
         parts_of(params)  # the shards of one rank, before there are others
-        members, told = _find_place({"digest": digest_of(params), "host": self._host, "place": place()})
+        digest = digest_of(ctx, keeper.optimizers())
+        members, told = _find_place({"digest": digest, "host": self._host, "place": place()})
         addresses = [Address(*address) for address in told["addresses"]]
         members.rank, members.addresses, members.epoch = len(addresses) - 1, addresses, told["epoch"]
-        self._known_members, self._place, self._num_places = members, told["place"], told["places of ranks"]
+        self._known_members, self._place, self._num_places = members, told["place"], told["size"]
+        for p, trains in zip(params, told["trained"], strict=True):
+            p.requires_grad_(trains)
         before = Before(
             {}, range(members.rank), dict(zip(params, told["parts"], strict=True)), False, told["steps"]
         )
@@ -221,9 +219,11 @@ class Joining(Survival):
         self._take(new, told["hosts"], before)
 
 
-def digest_of(params: Sequence[DistributedParameter]) -> str:
-    """Returns a mark of shapes and dtypes."""
-    text = repr([(tuple(p._original_shape), str(p.dtype)) for p in params])
+def digest_of(ctx: Context, optimizers: Sequence[ShardedOptimizer]) -> str:
+    """Returns a mark of shapes and dtypes, and of the groups of optimizers."""
+    places = {p: place for place, p in enumerate(all_parameters(ctx, optimizers))}
+    shapes = [(tuple(p._original_shape), str(p.dtype)) for p in places]
+    text = repr((shapes, kinds_of(optimizers, places.get)))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

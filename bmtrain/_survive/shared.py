@@ -16,7 +16,7 @@ elsewhere.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from typing import Any, NamedTuple
@@ -76,7 +76,7 @@ class SharedWard:
         self._optimizers = list(optimizers)
         self._params = all_parameters(ctx, optimizers)
         self._arrays = list(arrays_of(optimizers))
-        self._kinds = _kinds_of(optimizers)
+        self._kinds = kinds_of(optimizers)
         self._layout = Layout(ctx, self._params, self._arrays)
         self._message: Message | None = None  # the ward's
         self._factors: dict[DistributedParameter, list[float]] = {}  # of clipping, since the message
@@ -170,7 +170,7 @@ class SharedWard:
 
     def is_current(self) -> bool:
         """Whether the optimizers have the parameters and the arrays that they had in `meet`."""
-        return _kinds_of(self._optimizers) == self._kinds
+        return kinds_of(self._optimizers) == self._kinds
 
     def seal(self) -> None:
         """Does nothing: there is no copy that could be damaged."""
@@ -335,10 +335,10 @@ def _is_updated(p: DistributedParameter) -> bool:
     return gradient_of(p) is not None and p.requires_grad
 
 
-def _kinds_of(optimizers: Iterable[ShardedOptimizer]) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
-    """Changes with the members of groups, and with options that need other arrays."""
+def kinds_of(optimizers: Iterable[ShardedOptimizer], name: Callable[[Any], Any] = id) -> list[Any]:
+    """Returns the names of the members of each group, and of their arrays, which options may change."""
     return [
-        (tuple(map(id, group["params"])), optimizer._formula.formula_in(group).arrays_of(group))
+        (tuple(map(name, group["params"])), optimizer._formula.formula_in(group).arrays_of(group))
         for optimizer in optimizers
         for group in optimizer.param_groups
     ]

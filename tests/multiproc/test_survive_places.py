@@ -11,8 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import run_process
+import torch
+from harness import run_process, run_ranks
 from harness.namespaces import ip, joined_hosts
+
+import bmtrain as bmt
+from bmtrain._survive.joining import digest_of
+from bmtrain.global_var import context
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "survive.py"
@@ -37,6 +42,33 @@ def test_new_processes_take_the_places_of_lost_ranks(tmp_path: Path) -> None:
     assert len(found) == 4
     assert done.stdout.count("bmtrain: a process has joined") == 2
     assert found == [["4", *undisturbed(found[0][1])]] * 4
+
+
+def digests() -> list[str]:
+    """Of one model with optimizers of several groups and arrays, which are the same each time but for one change."""
+    model = bmt.BMTrainModelWrapper(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)))
+    first, second = (list(layer.parameters()) for layer in model)
+
+    def sgd(*groups: list[torch.nn.Parameter], momentum: float = 0.0) -> bmt.optim.SGDOptimizer:
+        made = bmt.optim.SGDOptimizer(groups[0], lr=1.0, momentum=momentum)
+        for group in groups[1:]:
+            made.add_param_group({"params": group})
+        return made
+
+    kinds = (
+        sgd(first, second),
+        sgd(first),
+        sgd(second, first),
+        sgd(first, second, momentum=0.5),
+        sgd(first + second),
+    )
+    return [digest_of(context(), [optimizer]) for optimizer in (*kinds, sgd(first, second))]
+
+
+def test_a_process_with_other_groups_is_told_apart() -> None:
+    [(known, *others, again)] = run_ranks(1, digests)
+    assert known == again
+    assert len({known, *others}) == 5
 
 
 @pytest.mark.skipif(shutil.which("ip") is None, reason="needs the program ip (Debian: iproute2)")

@@ -70,6 +70,8 @@ def main() -> None:
     bmt.survive.register("seen", seen.copy, lambda was: seen.__setitem__(slice(None), was))
     stop, ranks = int(way) if way.isdecimal() else 0, bmt.world_size()
     for step in bmt.survive.steps(1_000_000):
+        if step == 5:  # which a process that joins later does not see
+            model.layers[0].requires_grad_(False)
         manager.zero_grad()
         for shard in bmt.virtual_shards(step):
             if step not in seen:
