@@ -51,11 +51,11 @@ def choose_policy(
         for recompute in (Recompute.OFF, Recompute.SELECTIVE, Recompute.WHOLE):
             for offload in _offloads(base):
                 policy = replace(_at_level(base, level), recompute=recompute, offload=offload)
-                found = _largest_batch(model, machine, policy)
+                found, is_full = _fastest(model, machine, policy)
                 if found is not None and (best is None or found.samples_per_second > best.samples_per_second):
                     best = found
-                if found is not None:
-                    break  # a larger share on the host is slower
+                if not is_full:
+                    break  # a larger share on the host is slower, unless it makes room for a larger batch
     if best is None and _may_move(base, machine):
         moved = (choose_policy(model, machine, policy) for _, policy in _moved(replace(base, level=3)))
         return next((plan for plan in moved if plan is not None), None)
@@ -84,17 +84,17 @@ def _at_level(policy: TrainingPolicy, level: int) -> TrainingPolicy:
     return replace(policy, level=level)
 
 
-def _largest_batch(model: ModelDescription, machine: Machine, policy: TrainingPolicy) -> Plan | None:
-    """The fastest of the micro-batches 1, 2, 4, ... that fit."""
+def _fastest(model: ModelDescription, machine: Machine, policy: TrainingPolicy) -> tuple[Plan | None, bool]:
+    """The fastest of the micro-batches 1, 2, 4, ... that fit, and whether memory has no room for larger ones."""
     best: Plan | None = None
     for doubling in range(_MAX_DOUBLINGS):
         plan = estimate(model, machine, replace(policy, micro_batch=2**doubling))
         if not plan.fits:
-            break
+            return best, True
         if best is not None and plan.samples_per_second < 1.01 * best.samples_per_second:
             break
         best = plan
-    return best
+    return best, False
 
 
 def _changes(policy: TrainingPolicy) -> Iterator[tuple[str, TrainingPolicy]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import json
 import math
 import re
@@ -368,6 +369,67 @@ def test_remedies_fit_and_a_policy_is_chosen() -> None:
     assert chosen.fits
     assert chosen.policy.offload > 0
     assert choose_policy(gpt2(400, 5120, 40), MACHINES["v100-32gb"].with_devices(1)) is None
+
+
+@pytest.mark.parametrize(
+    ("layers", "options"),
+    [
+        (40, {"level": 1, "recompute": "off", "micro_batch": 4}),
+        (24, {"level": 2, "recompute": "selective", "micro_batch": 16, "zero_size": 2}),
+        (40, {"level": 2, "recompute": "selective", "zero_size": 2}),
+        (24, {"level": 0, "recompute": "off", "optimizer": "muon"}),
+    ],
+)
+def test_a_remedy_is_the_least_change_of_its_kind(layers: int, options: dict[str, Any]) -> None:
+    model, machine = gpt2(layers, 5120, 40), MACHINES["a100-80gb"].with_devices(4)
+    policy = TrainingPolicy(**options)
+    shares = (0.25, 0.5, 0.75, 1) if policy.optimizer == "adam" else (1,)
+    batches = [policy.micro_batch >> n for n in range(1, policy.micro_batch.bit_length())]
+    tried: list[tuple[str, dict[str, Any]]] = [
+        *((f"--level {level}", {"level": level}) for level in range(policy.level + 1, 4)),
+        *((("no --zero-size", {"zero_size": None}),) if policy.zero_size else ()),
+        *((("--selective", {"recompute": "selective"}),) if options["recompute"] == "off" else ()),
+        ("the default", {"recompute": "whole"}),
+        *((f"--micro-batch {batch}", {"micro_batch": batch}) for batch in batches),
+        *((f"--offload {share:g}", {"offload": share}) for share in shares),
+        *((f"--host-share {share:g}", {"parameters": "host", "host_share": share})
+          for share in (0.25, 0.5, 0.75, 1) if policy.level >= 2),
+    ]  # fmt: skip
+    least: dict[str, str] = {}
+    for option, change in tried:
+        if estimate(model, machine, dataclasses.replace(policy, **change)).fits:
+            least.setdefault(option.split()[0], option)
+    nodes = [2**n for n in range(1, 8)]
+    fitting = [n for n in nodes if estimate(model, machine.sized(num_nodes=n), policy).fits]
+    expected = [*least.values(), *(f"--nodes {n}" for n in fitting[:1])]
+    plan = estimate(model, machine, policy)
+    assert not plan.fits
+    assert [change.rpartition("(")[2].removesuffix(")") for change in remedies(plan)] == expected
+    assert len(expected) > 1
+
+
+#: Options of `TrainingPolicy` that choose_policy() tries.
+TRIED = {"level": range(4), "recompute": ("off", "selective", "whole"), "offload": (0, 0.25, 0.5, 0.75, 1)}
+
+
+@pytest.mark.parametrize(
+    "machine", [EIGHT.with_devices(2), MACHINES["v100-32gb"].with_devices(16)], ids=lambda m: m.name
+)
+def test_the_chosen_policy_is_the_fastest_of_all(machine: Machine) -> None:
+    """A share of the optimizer on the host may make room for larger batches, which are faster."""
+    model = gpt2(40, 5120, 40)
+    speeds = []
+    for values in itertools.product(*TRIED.values()):
+        options: dict[str, Any] = dict(zip(TRIED, values, strict=True))
+        for doubling in range(10):
+            plan = estimate(model, machine, TrainingPolicy(**options, micro_batch=2**doubling))
+            if not plan.fits:
+                break
+            speeds.append(plan.samples_per_second)
+    chosen = choose_policy(model, machine)
+    assert chosen is not None
+    assert chosen.fits
+    assert chosen.samples_per_second == pytest.approx(max(speeds), rel=0.03)
 
 
 def test_blocks_on_the_host_are_copied_for_each_pass() -> None:
