@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dis
+import inspect
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -22,6 +25,10 @@ _WHOLE_TENSOR_KINDS = (
     *("novograd", "shampoo", "sm3", "soap", "stableadam"),
 )
 
+#: Methods that see something else in a flat shard than in a tensor, also on one rank; and in a part of a tensor.
+_OF_SHAPES = frozenset({"dim", "ndim", "matmul", "mm", "qr", "svd"})
+_OF_ALL_ELEMENTS = frozenset({"cosine_similarity", "dot", "mean", "norm", "std", "sum", "var", "vector_norm"})
+
 
 def adopt_optimizer(optimizer: Any) -> None:
     """Lets an optimizer of torch over shards load states of whole parameters, and mark its own.
@@ -40,11 +47,55 @@ def adopt_optimizer(optimizer: Any) -> None:
             f"bmtrain.optim.whole_matrix({name}, params, ...), or bmtrain.optim.whole_norms() in its step, and declare "
             "for_shards = True in the class"
         )
+    if rank() == 0 and any(isinstance(p, DistributedParameter) for p in parameters):
+        _warn_of_whole_tensors(type(optimizer))
     if any(map(wants_disk, parameters)):
         raise ValueError(f"BlockPolicy(optimizer='disk'): expected an optimizer of bmtrain.optim, got {name}")
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer.register_load_state_dict_pre_hook(take_whole_state)
         optimizer.register_state_dict_post_hook(mark_rank)
+
+
+def _warn_of_whole_tensors(cls: type) -> None:
+    found = set() if getattr(cls, "for_shards", False) else _names_in_step(cls)
+    found &= _OF_SHAPES if world_size() == 1 else _OF_SHAPES | _OF_ALL_ELEMENTS
+    if found:
+        warn_once(
+            f"optimizer.{cls.__module__}.{cls.__qualname__}",
+            f"{cls.__name__}: its step() uses {', '.join(sorted(found))}, and parameters and gradients are this rank's "
+            f"shards, flat. If it needs whole tensors, use bmtrain.optim.whole_matrix({cls.__name__}, params, ...), or "
+            "bmtrain.optim.whole_norms() in its step; if not, declare for_shards = True in the class",
+            stacklevel=4,
+            category=UserWarning,
+        )
+
+
+def _names_in_step(cls: type) -> set[str]:
+    """Attributes read in the step of a class, and in functions of the same program that it leads to."""
+    names: set[str] = set()
+    seen: set[FunctionType] = set()
+    waiting: list[Any] = [getattr(cls, "step", None)]
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        if function.__module__.partition(".")[0] in ("bmtrain", "torch"):
+            continue
+        for instruction in _instructions(function.__code__):
+            if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                names.add(instruction.argval)
+                waiting.append(getattr(cls, instruction.argval, None))
+            elif instruction.opname == "LOAD_GLOBAL":
+                waiting.append(function.__globals__.get(instruction.argval))
+    return names
+
+
+def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
+    yield from dis.get_instructions(code)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _instructions(inner)
 
 
 def warn_of_likely_mistakes(optimizer: Any) -> None:

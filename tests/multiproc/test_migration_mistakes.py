@@ -121,6 +121,64 @@ def test_what_an_optimizer_is_given_by_mistake_is_told_once() -> None:
     assert second == [[], [], [], []]
 
 
+def centred(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient - gradient.mean(tuple(range(1, gradient.dim())), keepdim=True)
+
+
+class Own(torch.optim.Optimizer):
+    """An optimizer of a script, of the kinds that it makes of ``change``."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def change(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.sign()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(self.change(p.grad), alpha=group["lr"])
+
+
+class Centring(Own):
+    def change(self, gradient: torch.Tensor) -> torch.Tensor:
+        return centred(gradient)
+
+
+class Normed(Own):
+    def change(self, gradient: torch.Tensor) -> torch.Tensor:
+        return sum([each / each.norm() for each in (gradient,)])
+
+
+class NormedInShards(Normed):
+    for_shards = True
+
+
+class Named(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def own_optimizers() -> list[str]:
+    parameters = list(bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4)).parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for cls in (Own, Centring, Normed, NormedInShards, Named, torch.optim.Rprop):
+            deprecate._seen.discard(f"optimizer.{cls.__module__}.{cls.__qualname__}")
+            for _ in range(2):
+                bmt.optim.OptimManager().add_optimizer(cls(parameters, lr=0.1))
+    assert all(w.filename == __file__ for w in caught)
+    return [str(w.message).split(", and")[0] for w in caught]
+
+
+def test_an_optimizer_that_computes_over_whole_tensors_is_told_once() -> None:
+    [alone] = run_ranks(1, own_optimizers)
+    first, second = run_ranks(2, own_optimizers)
+    assert alone == ["Centring: its step() uses dim"] and second == []
+    assert first == ["Centring: its step() uses dim, mean", "Normed: its step() uses norm"]
+
+
 def asked_for_dimensions() -> list[list[str]]:
     deprecate._seen.discard("parameter.dim")
     model = bmt.BMTrainModelWrapper(torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)]))
