@@ -22,7 +22,7 @@ PYTHON = {
     "engine": ("_engine", 8562),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5684),
     "files": ("_files dcp distributed store weights", 4666),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_222),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_205),
     "survive": ("_survive survive", 2760),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_969),
 }

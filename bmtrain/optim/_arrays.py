@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from .._base.arguments import require_keys
+from .._base.deprecate import warn_once
+from .._base.host_memory import available_bytes
 from .._C import zero_in_shares
 from .._ranks import context
 from .._ranks.agree import largest
 from ..parameter import DistributedParameter, gather_flat, shard_of, whole_shape
-from ._host_copies import warn_of_large_state
 from ._narrow import stored_shape, values_of
 from ._old_bounds import SLICE_BYTES, at_present_bounds, is_of_whole_parameters
 from ._owners import is_here
@@ -26,6 +27,8 @@ MASTER = "_param_fp32"
 
 _GROUP = 16  # elements: a cache line of fp32
 _SKEW = 133 * 64  # bytes: 8 KiB and a few cache lines
+#: Of the free memory of a host, for states of all of its ranks; a file that is written of one may need as much again.
+_SHARE = 0.5
 
 
 class NamesArrays(Protocol):
@@ -105,6 +108,11 @@ def take_changed_value(master: Tensor, p: Tensor) -> None:
     torch.where(changed, value.float(), master, out=master)
 
 
+def value_mark(p: Tensor) -> tuple[int, int]:
+    """Returns a mark that changes with writes to the parameter: in place, by a load, or through ``data``."""
+    return getattr(p, "_unversioned_writes", 0), p._version
+
+
 def layout_of(optimizer: KeepsArrays) -> dict[str, int] | None:
     """Returns the layout that a file of one rank's state depends on; None if no parameter is distributed."""
     if not any(isinstance(p, DistributedParameter) for p in numbered_parameters(optimizer)):
@@ -121,6 +129,16 @@ def layout_of(optimizer: KeepsArrays) -> dict[str, int] | None:
         "rank": topology.rank,
         "slice_bytes": SLICE_BYTES,
     }
+
+
+def check_layout(saved: Mapping[str, Any] | None, layout: Mapping[str, Any] | None) -> None:
+    """Raises ValueError for the state of one rank that was saved at another layout; None: it does not depend on one."""
+    if saved is None or layout is None or {"slice_bytes": SLICE_BYTES, **saved} == layout:
+        return
+    raise ValueError(
+        f"the state of one rank loads only at the layout it was saved at: saved at {dict(saved)}, "
+        f"this rank has {layout}; save with state_dict(gather=True) to change the layout"
+    )
 
 
 def readable_state(optimizer: KeepsArrays, state: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -170,6 +188,23 @@ def gathered_state(optimizer: KeepsArrays) -> dict[int, dict[str, Any]]:
     return gathered
 
 
+def warn_of_large_state(num_bytes: int) -> None:
+    """Warns on rank 0, once, that a state of this size on every rank may exceed the memory of its host."""
+    current = context.current()
+    if current is None or current.topology.rank != 0:
+        return
+    needed, available = num_bytes * current.local_size, available_bytes()
+    if needed > _SHARE * available:
+        warn_once(
+            "optimizer.large_state",
+            f"the whole optimizer state takes {num_bytes / 2**30:.3g} GiB on each of the {current.local_size} ranks of "
+            f"a host, {needed / 2**30:.3g} GiB together, and {available / 2**30:.3g} GiB are free here: "
+            "bmtrain.distributed.checkpoint.save() writes the shards, which load on any number of ranks",
+            stacklevel=4,
+            category=UserWarning,
+        )
+
+
 def _agreed_entries(
     optimizer: KeepsArrays, parameters: Sequence[Tensor]
 ) -> list[tuple[int, tuple[str, ...]]]:
@@ -215,18 +250,10 @@ def read_state(
     groups = _read_groups(optimizer, state_dict["param_groups"])
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     whole = is_of_whole_parameters(state_dict, zip(numbers, numbered_parameters(optimizer), strict=True))
-    saved_layout, layout = state_dict.get("layout"), layout_of(optimizer)
+    saved_layout = state_dict.get("layout")
     is_aligned = saved_layout is not None and "slice_bytes" in saved_layout
-    if (
-        not whole
-        and saved_layout is not None
-        and layout is not None
-        and {"slice_bytes": SLICE_BYTES, **saved_layout} != layout
-    ):
-        raise ValueError(
-            f"the state of one rank loads only at the layout it was saved at: saved at {dict(saved_layout)}, "
-            f"this rank has {layout}; save with state_dict(gather=True) to change the layout"
-        )
+    if not whole:
+        check_layout(saved_layout, layout_of(optimizer))
     entries = state_dict["state"]
     if not (whole or is_aligned):
         entries = at_present_bounds(entries, zip(numbers, numbered_parameters(optimizer), strict=True))

@@ -1,4 +1,4 @@
-"""Recognition of whole states, and conversion of one rank's state from before the shards of blocks were aligned.
+"""Recognition of whole states, descriptions of states for other ranks, and conversion of old states.
 
 Where the number of ranks does not divide a block's buffer into multiples of 128 bytes, its shards had other bounds
 before partitions were rounded up ([Note: Aligned slices] in csrc/shard/buffer_spec.h). The old bounds follow from the
@@ -7,17 +7,17 @@ block, so that an old file loads at the layout it was saved at.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._C import FlatLayout
+from .._ranks.agree import gather_json
 from .._shards.sharding import ShardSpec
 from ..global_var import context
 from ..parameter import DistributedParameter, whole_shape
-from ._exchange import describe, exchange
 
 #: Entries of torch's optimizers that are one number for a parameter, also for one of one element.
 SCALARS = ("step", "mu_product", "eta", "mu")
@@ -49,6 +49,25 @@ def is_of_whole_parameters(state_dict: Mapping[str, Any], parameters: Iterable[t
     # Vectors may be whole on one rank alone; where bounds have moved, all ranks answer alike.
     is_told = any(len(a) > 1 for a, _ in shapes) or all(bounds_before(p) is None for _, p in parameters)
     return all(a == b for a, b in shapes) and bool(shapes) and is_told
+
+
+def describe(value: Any, shape: Sequence[int]) -> dict[str, Any]:
+    """Returns the description, for other ranks, of a state entry of a parameter whose shard has ``shape``."""
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        if value.shape == tuple(shape):
+            return {"kind": "shard", "dtype": dtype}
+        if value.dim() == 0:
+            return {"kind": "scalar", "dtype": dtype, "value": value.item()}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"kind": "plain", "value": value}
+    return {"kind": "local"}  # an entry of unknown kind, kept per rank
+
+
+def exchange(view: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the descriptions of all ranks, in rank order. Collective."""
+    comm = context("OptimManager.state_dict(gather_opt=True)").world.comm
+    return gather_json(view, "optimizer state", comm)
 
 
 def at_present_bounds(

@@ -26,6 +26,7 @@ from ._arrays import (
     read_state,
     readable_state,
     take_changed_value,
+    value_mark,
 )
 from ._grad_stats import check_overflow, forget_unsent, parameters_of
 from ._narrow import store_values, stored_shape
@@ -83,7 +84,7 @@ class ShardedOptimizer(UntracedOptimizer):
             )
         self._owned_scale: float | None = None if scale is None else float(scale)
         self._steps_since_last_scale = 0
-        # Mark of the value last written by this optimizer, by parameter with a master, see _value_mark.
+        # Mark of the value last written by this optimizer, by parameter with a master, see value_mark.
         self._seen: dict[Tensor, tuple[int, int]] = {}
         self._early: set[int] = set()  # ids of parameters that this step has updated already
         self._formula.check(defaults)
@@ -308,7 +309,7 @@ class ShardedOptimizer(UntracedOptimizer):
             if self._place.shares_master(p):
                 if master.data_ptr() != p.data_ptr():
                     state[MASTER] = p.detach()
-            elif self._seen.get(p) != _value_mark(p):
+            elif self._seen.get(p) != value_mark(p):
                 self._place.note_write(p)
                 take_changed_value(master, p)
 
@@ -321,7 +322,7 @@ class ShardedOptimizer(UntracedOptimizer):
 
     def _mark_seen(self, p: Tensor) -> None:
         if self._place.has_master(p) and not self._place.shares_master(p):
-            self._seen[p] = _value_mark(p)
+            self._seen[p] = value_mark(p)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Fills all gradients with zeros, or sets them to None; drops unsent gradients."""
@@ -478,11 +479,6 @@ def _settings_of(part: Formula | Place) -> dict[str, Any]:
 def _take_settings(state: dict[str, Any], kind: type[Formula] | type[Place]) -> dict[str, Any]:
     """Removes settings from the state of a copy; one of an earlier version may lack some."""
     return {name: state.pop(f"_{name}") for name in kind.settings if f"_{name}" in state}
-
-
-def _value_mark(p: Tensor) -> tuple[int, int]:
-    """Returns a mark that changes with writes from outside: in place, by a load, or through ``data``."""
-    return getattr(p, "_unversioned_writes", 0), p._version
 
 
 def _check_bounds(

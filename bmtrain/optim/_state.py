@@ -15,10 +15,16 @@ from torch import Tensor
 
 from ..global_var import rank
 from ..parameter import DistributedParameter, gather_flat, shard_of, whole_shape
-from ._arrays import MASTER, numbered_parameters
-from ._exchange import describe, exchange
-from ._host_copies import warn_of_large_state
-from ._old_bounds import SCALARS, SLICE_BYTES, at_present_bounds, bounds_before, is_of_whole_parameters
+from ._arrays import MASTER, numbered_parameters, warn_of_large_state
+from ._old_bounds import (
+    SCALARS,
+    SLICE_BYTES,
+    at_present_bounds,
+    bounds_before,
+    describe,
+    exchange,
+    is_of_whole_parameters,
+)
 from ._owners import is_here
 
 #: Keys that detect a load at another layout or on another rank.

@@ -18,7 +18,7 @@ from .._ranks.agree import failing_together, largest
 from .._ranks.context import require_intact
 from .._ranks.objects import allgather_objects
 from ..parameter import whole_shape
-from ._arrays import MASTER, layout_of, numbered_parameters, take_changed_value
+from ._arrays import MASTER, check_layout, layout_of, numbered_parameters, take_changed_value, value_mark
 from ._grad_stats import forget_unsent, parameters_of
 from ._options import check_group
 from ._owners import Team, Transfer, is_here, owners_of
@@ -203,12 +203,7 @@ class WholeOptimizer(UntracedOptimizer):
         """
         require_keys("state_dict", state_dict, ("state", "param_groups"))
         self._follow_groups()
-        saved, layout = state_dict.get("layout"), layout_of(self)  # type: ignore[arg-type]
-        if saved is not None and layout is not None and saved != layout:
-            raise ValueError(
-                f"the state of one rank loads only at the layout it was saved at: saved at {dict(saved)}, "
-                f"this rank has {layout}; save with state_dict(gather=True) to change the layout"
-            )
+        check_layout(state_dict.get("layout"), layout_of(self))  # type: ignore[arg-type]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = self._parameters()
         mine: dict[Any, Any] = {}
@@ -280,7 +275,7 @@ class _Members:
 
     def update_values(self, parameters: Sequence[Tensor]) -> None:
         """Gathers the values that have changed since the last step, on any rank. Collective."""
-        marks = [is_here(p) and self._seen.get(p) != _mark_of(p) for p in parameters]
+        marks = [is_here(p) and self._seen.get(p) != value_mark(p) for p in parameters]
         if context.current() is not None:
             marks = largest(marks, "optimizer")
         changed = [p for p, has_changed in zip(parameters, marks, strict=True) if has_changed and is_here(p)]
@@ -299,7 +294,7 @@ class _Members:
 
     def mark(self, p: Tensor) -> None:
         """Notes that the owner knows the value of ``p``."""
-        self._seen[p] = _mark_of(p)
+        self._seen[p] = value_mark(p)
 
     def load(self, masters: dict[Tensor, Tensor]) -> None:
         """Loads fp32 values; the next step replaces them where parameters have other values."""
@@ -371,10 +366,6 @@ def _dtype_of(p: Tensor) -> torch.dtype:
 def _work(shape: torch.Size) -> int:
     """Returns an estimate of the cost of an update: products with a matrix of each side."""
     return shape.numel() * sum(shape) if len(shape) > 1 else shape.numel()
-
-
-def _mark_of(p: Tensor) -> tuple[int, int]:
-    return getattr(p, "_unversioned_writes", 0), p._version
 
 
 def _on_host(value: Any) -> Any:

@@ -23,7 +23,7 @@ from torch import Tensor
 import bmtrain as bmt
 from bmtrain._base.host_memory import available_bytes
 from bmtrain.lr_scheduler import Noam
-from bmtrain.optim import OptimManager, _host_copies
+from bmtrain.optim import OptimManager, _arrays
 from bmtrain.parameter import gather_flat
 
 WORLDS = [1, 2, 4]
@@ -197,12 +197,12 @@ def large_state(name: str) -> list[list[str]]:
     needed = 2 * sum(array.nbytes for array in arrays)  # of two ranks
     heard = []
     for free in (2 * needed, 2 * needed - 1, 1):
-        _host_copies.available_bytes = lambda: free  # noqa: B023
+        _arrays.available_bytes = lambda: free  # noqa: B023
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             manager.state_dict(gather_opt=True)
         heard.append([str(warning.message) for warning in caught])
-    _host_copies.available_bytes = available_bytes
+    _arrays.available_bytes = available_bytes
     return heard
 
 

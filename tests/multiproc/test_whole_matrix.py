@@ -235,6 +235,7 @@ def local() -> None:
     optimizer.step()
     own = optimizer.state_dict()
     _, again = make("lamb", model)
+    del own["layout"]["slice_bytes"]  # as in files from before slices were aligned
     again.load_state_dict(own)
     assert all(
         torch.equal(again.state[p]["exp_avg"], entry["exp_avg"]) for p, entry in optimizer.state.items()
