@@ -128,12 +128,7 @@ def measure_ranks(dtype: torch.dtype | None = None, tier_directories: Sequence[s
     small, large = gather(64), gather(1 << 20)
     others = group.size - 1
     link = others * (4 << 20) / max(large - small, 1e-9) if others else bandwidth
-    drives = {}
-    if tier_directories:
-        queue = make_queue()
-        rates = [measure_both(queue, directory, _WRITTEN) for directory in tier_directories]
-        shares = zip(rates, num_on_drives(tier_directories), strict=True)
-        drives["disk_bandwidth"] = sum(rate / number for rate, number in shares) * group.size
+    drives = {"disk_bandwidth": _disk_bandwidth(tier_directories) * group.size} if tier_directories else {}
     available = float(Surroundings(build={}).available_memory())
     memory = torch.cuda.mem_get_info()[0] if device.type == "cuda" else available / group.size
     return Machine(
@@ -155,6 +150,13 @@ def measure_ranks(dtype: torch.dtype | None = None, tier_directories: Sequence[s
         host_bandwidth=bandwidth * group.size,
         **drives,
     )
+
+
+def _disk_bandwidth(directories: Sequence[str]) -> float:
+    """Bytes per second of this rank, of all drives together."""
+    queue = make_queue()
+    rates = [measure_both(queue, directory, _WRITTEN) for directory in directories]
+    return sum(rate / number for rate, number in zip(rates, num_on_drives(directories), strict=True))
 
 
 def _name(dtype: torch.dtype | None) -> str:

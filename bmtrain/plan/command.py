@@ -50,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     _add_model(parser.add_argument_group("model (a GPT-2 by numbers unless --config or --module is given)"))
     _add_machine(parser.add_argument_group("machine"))
-    _add_policy(parser.add_argument_group("policy"))
+    policy = parser.add_argument_group("policy")
+    for add in (_add_policy, _add_places, _add_steps, _add_ranks):
+        add(policy)
     _add_output(parser.add_argument_group("output"))
 
 
@@ -110,6 +112,9 @@ def _add_policy(policy: _Group) -> None:
     policy.add_argument(
         "--offload", type=float, default=0.0, metavar="F", help="share of the optimizer on the host, 0 to 1"
     )
+
+
+def _add_places(policy: _Group) -> None:
     policy.add_argument(
         "--parameters",
         choices=("device", "host"),
@@ -138,6 +143,9 @@ def _add_policy(policy: _Group) -> None:
         metavar="DIR",
         help="on a drive to measure for --disk; may be repeated (default: the current directory)",
     )
+
+
+def _add_steps(policy: _Group) -> None:
     policy.add_argument(
         "--state-dtype",
         choices=("float32", "bfloat16", "int8"),
@@ -149,6 +157,9 @@ def _add_policy(policy: _Group) -> None:
     policy.add_argument(
         "--vertical", action="store_true", help="a block takes all of these before the next block"
     )
+
+
+def _add_ranks(policy: _Group) -> None:
     policy.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     policy.add_argument("--sp", type=int, default=1, help="ranks that divide a sequence, by heads")
     policy.add_argument("--ep", type=int, default=1, help="ranks that hold the experts of a layer together")
@@ -213,31 +224,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print("\n".join(table if columns() is None else _aligned(table)))
         return 0
     model, micro_batch = _model(arguments)
-    policy = TrainingPolicy(
-        micro_batch=micro_batch if arguments.micro_batch is None else arguments.micro_batch,
-        level=arguments.level,
-        recompute="selective" if arguments.selective else not arguments.no_recompute,
-        zero_size=arguments.zero_size,
-        compute_dtype=_dtype(arguments.compute_dtype),
-        gather_dtype=_dtype(arguments.gather_dtype),
-        reduce=arguments.reduce,
-        offload=arguments.offload,
-        state_dtype=getattr(torch, arguments.state_dtype),
-        optimizer=arguments.optimizer,
-        survive=arguments.survive,
-        parameters=arguments.parameters if arguments.host_share is None else "host",
-        host_share=1.0 if arguments.host_share is None else arguments.host_share,
-        accumulate=arguments.accumulate,
-        vertical=arguments.vertical,
-        tp_size=arguments.tp,
-        sp_size=arguments.sp,
-        ep_size=arguments.ep,
-        pipe_size=arguments.pipe,
-        schedule=arguments.schedule,
-        num_micro_batches=arguments.num_micro_batches,
-        disk=() if arguments.disk is None else tuple(arguments.disk) or DISK,
-        disk_share=arguments.disk_share,
-    )
+    policy = _policy(arguments, micro_batch)
     _require_wide(model, policy)
     if arguments.tier_directory and not (policy.disk and arguments.here):
         raise ValueError("--tier-directory: expected --disk and --here, to measure the drives that it names")
@@ -251,6 +238,20 @@ def _run(arguments: argparse.Namespace) -> int:
     print(format_plan(plan, changes))
     _write(arguments.json, {**plan.as_dict(), "remedies": changes})
     return 0 if plan.fits else 1
+
+
+def _policy(arguments: argparse.Namespace, micro_batch: int) -> TrainingPolicy:
+    """The policy of the options, most of which have the names of its fields; ``micro_batch``: of the model's inputs."""
+    names = {field.name for field in dataclasses.fields(TrainingPolicy)}
+    choices: dict[str, Any] = {name: value for name, value in vars(arguments).items() if name in names}
+    choices |= {name: _dtype(choices[name]) for name in names if name.endswith("_dtype")}
+    choices |= {f"{name}_size": getattr(arguments, name) for name in ("tp", "sp", "ep", "pipe")}
+    choices |= {"host_share": 1.0} if arguments.host_share is None else {"parameters": "host"}
+    choices["recompute"] = "selective" if arguments.selective else not arguments.no_recompute
+    choices["disk"] = () if arguments.disk is None else tuple(arguments.disk) or DISK
+    if arguments.micro_batch is None:
+        choices["micro_batch"] = micro_batch
+    return TrainingPolicy(**choices)
 
 
 def _refuse_model(arguments: argparse.Namespace) -> None:

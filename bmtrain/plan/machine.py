@@ -67,16 +67,8 @@ class Machine:
         for name in ("num_nodes", "devices_per_node"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        for name in (
-            "memory",
-            "flops",
-            "memory_bandwidth",
-            "link_bandwidth",
-            "network_bandwidth",
-            "pcie_bandwidth",
-            "host_bandwidth",
-            "disk_bandwidth",
-        ):
+        bandwidths = (f"{name}_bandwidth" for name in ("memory", "link", "network", "pcie", "host", "disk"))
+        for name in ("memory", "flops", *bandwidths):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}: expected more than 0, got {getattr(self, name)}")
         if not 0 < self.efficiency <= 1:
@@ -116,7 +108,7 @@ class Machine:
 
 
 #: Presets: vendors' data sheets for devices and links; nodes as commonly sold. Values that a sheet omits (host
-#: bandwidth, efficiency, latency) is a round figure to be replaced by your own: ``--set network_bandwidth=25e9``.
+#: bandwidth, efficiency, latency) are round figures to be replaced by your own: ``--set network_bandwidth=25e9``.
 MACHINES = {
     "v100-32gb": Machine(
         name="V100-32GB",

@@ -88,31 +88,25 @@ class TrainingPolicy:
         if self.vertical and self.pipe_size > 1:
             raise ValueError(f"vertical: expected pipe_size=1, got {self.pipe_size}")
         check_schedule(self.schedule, self.pipe_size, self.micros, self.chunks)
-        if not 0 <= self.offload <= 1:
-            raise ValueError(f"offload: expected 0 to 1, got {self.offload}")
-        if self.optimizer not in ("adam", "muon"):
-            raise ValueError(f"optimizer: expected 'adam' or 'muon', got {self.optimizer!r}")
-        if self.optimizer == "muon" and self.offload not in (0, 1):
-            raise ValueError(f"offload: expected 0 or 1 with 'muon', got {self.offload}")
-        if self.parameters not in ("device", "host"):
-            raise ValueError(f"parameters: expected 'device' or 'host', got {self.parameters!r}")
-        if self.parameters == "host" and self.level < 2:
-            raise ValueError(f"level: expected 2 or 3 with parameters='host', got {self.level}")
-        if self.host_share != 1 and (self.parameters != "host" or self.disk):
-            raise ValueError(
-                f"host_share: expected 1 without parameters='host', or with disk, got {self.host_share}"
-            )
-        if not set(self.disk) <= set(DISK):
-            raise ValueError(f"disk: expected some of {', '.join(DISK)}, got {', '.join(self.disk)}")
-        if self.disk and (self.state_dtype is torch.int8 or self.survive):
+        on_host, is_muon, is_whole = self.parameters == "host", self.optimizer == "muon", self.host_share == 1
+        disk = self.disk
+        for name, fits, expected in (
+            ("offload", 0 <= self.offload <= 1, "0 to 1"),
+            ("optimizer", self.optimizer in ("adam", "muon"), "'adam' or 'muon'"),
+            ("offload", not is_muon or self.offload in (0, 1), "0 or 1 with 'muon'"),
+            ("parameters", self.parameters in ("device", "host"), "'device' or 'host'"),
+            ("level", not on_host or self.level >= 2, "2 or 3 with parameters='host'"),
+            ("host_share", is_whole or (on_host and not disk), "1 without parameters='host', or with disk"),
+            ("disk", set(disk) <= set(DISK), f"some of {', '.join(DISK)}"),
+            ("disk_share", disk or self.disk_share == 1, "disk as well, which it is a share of"),
+            ("host_share", 0 < self.host_share <= 1, "more than 0, and at most 1"),
+            ("disk_share", 0 < self.disk_share <= 1, "more than 0, and at most 1"),
+        ):
+            if not fits:
+                got = ", ".join(disk) if name == "disk" else repr(getattr(self, name))
+                raise ValueError(f"{name}: expected {expected}, got {got}")
+        if disk and (self.state_dtype is torch.int8 or self.survive):
             raise ValueError("disk: expected float32 or bfloat16 moments, and without survive")
-        if self.disk_share != 1 and not self.disk:
-            raise ValueError(
-                f"disk_share: expected disk as well, which it is a share of, got {self.disk_share}"
-            )
-        for name in ("host_share", "disk_share"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name}: expected more than 0, and at most 1, got {getattr(self, name)}")
         if isinstance(self.recompute, bool):
             object.__setattr__(self, "recompute", Recompute.WHOLE if self.recompute else Recompute.OFF)
         object.__setattr__(self, "recompute", self.block_policy().recompute)

@@ -58,19 +58,8 @@ def _label(name: str) -> str:
 def _memory(plan: Plan) -> Iterator[str]:
     memory = plan.memory
     yield f"memory of one device, of {format_bytes(memory.usable)} usable"
-    names = (
-        "weights",
-        "gathered",
-        "gradients",
-        "optimizer",
-        "activations",
-        "wire",
-        "copies",
-        "disk",
-        "scratch",
-        "total",
-    )
-    for name in names:
+    names = "weights gathered gradients optimizer activations wire copies disk scratch total"
+    for name in names.split():
         nbytes = getattr(memory, name)
         if name in ("wire", "copies", "disk") and not nbytes:
             continue

@@ -33,7 +33,7 @@ from bmtrain.plan import (
     gpt2,
     remedies,
 )
-from bmtrain.plan.estimator import Plan, _matrix_bytes
+from bmtrain.plan.estimator import Plan, _Run
 from bmtrain.plan.machine import GIB, Machine
 from bmtrain.plan.model import FlatBuffer, ModelDescription, muon_flops
 from bmtrain.plan.network import Network, Wire
@@ -975,7 +975,7 @@ def test_matrices_of_muon_from_drives_are_in_memory_block_by_block() -> None:
     held = []
     for disk, share in (((), 1.0), (("optimizer",), 1.0), (("optimizer",), 0.5)):
         policy = TrainingPolicy(optimizer="muon", disk=disk, disk_share=share)
-        held.append(_matrix_bytes(SMALL, Network(EIGHT, 8), policy))
+        held.append(_Run(SMALL, EIGHT, policy).matrix_bytes())
     blocks = [(whole - held[1]) / (held[0] - held[1]) * 5 + 1 for whole in held]  # of the six
     assert blocks == pytest.approx([6, 1, 3])
 
