@@ -24,7 +24,7 @@ PYTHON = {
     "files": ("_files dcp distributed store weights", 4666),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_205),
     "survive": ("_survive survive", 2760),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_969),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_937),
 }
 CORE = {
     "bindings": (". bindings ops", 1430),

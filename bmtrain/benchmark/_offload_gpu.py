@@ -27,8 +27,9 @@ from .._tools.gpt import GPT
 from ..block_layer import Block
 from ..global_var import context
 from ..optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
-from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
+from ..wrapper import model_wrapper_dispatch
 from ._offload_bound import Rates, Unit, least_seconds, measure_rates, wait_for
+from ._training import sharded
 
 _GIB = 1 << 30
 _VOCAB = 50304
@@ -55,15 +56,11 @@ class _Training:
         device = context("bench gpu").device
         with torch.device(device):
             model: Any = GPT(shape.layers, shape.dim, shape.heads, shape.vocab, shape.seq).bfloat16()
-        whole = BlockPolicy(level=3, recompute="whole")
-        model.layers = nn.ModuleList(
-            [Block(model_wrapper_dispatch(layer), policy=whole) for layer in model.layers]
-        )
         # Blocks too, so that a forward does not begin by waiting for all of them.
         plain = BlockPolicy(level=3, recompute="off")
         for name in ("token", "position", "head"):
             setattr(model, name, Block(model_wrapper_dispatch(getattr(model, name)), policy=plain))
-        self.model: Any = BMTrainModelWrapper(model)
+        self.model: Any = sharded(model, BlockPolicy(level=3, recompute="whole"))
         self.device = device
         self.optimizer = optimizer_of(self.model.parameters())
         self.manager = OptimManager()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from .._tools.gpt import GPT
-from ..block_layer import Block
 from ..global_var import context
-from ..optim import OptimManager
 from ..plan import MACHINES, Machine, TrainingPolicy, describe_module, estimate
-from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
+from ._training import clear_card, sharded, stepping
 from .plan import OPTIMIZERS
 
 _GIB = 1 << 30
@@ -42,10 +39,7 @@ def measure_policies(
     found: _Result = {}
     for label, options in _POLICIES.items():
         policy = TrainingPolicy(micro_batch=arguments.batch, **options)
-        gc.collect()  # models are in cycles, and the next one needs the memory
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = clear_card()
         model, step = _training(arguments, policy, vocab)
         row = {"ms": 1e3 * seconds_of(lambda step=step: step(batch))}  # type: ignore[misc]
         row["peak GiB"] = (torch.cuda.max_memory_allocated() - before) / _GIB
@@ -58,28 +52,17 @@ def measure_policies(
 
 def _training(
     arguments: argparse.Namespace, policy: TrainingPolicy, vocab: int
-) -> tuple[nn.Module, Callable[[Tensor], None]]:
+) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     with torch.device(context("bench gpu").device):
         gpt: Any = GPT(arguments.layers, arguments.dim, arguments.heads, vocab, arguments.seq)
     if policy.compute_dtype is None:
         gpt.bfloat16()
-    gpt.layers = nn.ModuleList(
-        [Block(model_wrapper_dispatch(layer), policy=policy.block_policy()) for layer in gpt.layers]
-    )
-    model = BMTrainModelWrapper(gpt)
+    model = sharded(gpt, policy.block_policy())
     splits = {"splits": {"*.qkv": 3}} if policy.optimizer == "muon" else {}
     optimizer = OPTIMIZERS[policy.optimizer, policy.offload](
         model.named_parameters(), state_dtype=policy.state_dtype, **splits
     )
-    manager = OptimManager()
-    manager.add_optimizer(optimizer)
-
-    def step(batch: Tensor) -> None:
-        manager.zero_grad()
-        manager.backward(model(batch))
-        manager.step()
-
-    return model, step
+    return model, stepping(model, optimizer)
 
 
 def _predicted(model: nn.Module, batch: Tensor, machine: Machine, policy: TrainingPolicy) -> _Result:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +10,9 @@ import torch
 
 from .._engine.policy import BlockPolicy
 from .._tools.gpt import GPT
-from ..block_layer import Block
 from ..global_var import context
-from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 from ._offload_bound import measure_rates
+from ._training import clear_card, sharded
 
 _PLACES = ("device", "host")
 _GIB = 1 << 30
@@ -30,16 +28,9 @@ def measure_tiers(
     found: dict[str, Any] = {}
     in_blocks = 0
     for place in _PLACES:
-        gc.collect()  # models are in cycles, and the next one needs the memory
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        gpt: Any = GPT(arguments.layers, arguments.dim, arguments.heads, vocab, arguments.seq).bfloat16()
-        policy = BlockPolicy(parameters=place)  # type: ignore[arg-type]
-        gpt.layers = torch.nn.ModuleList(
-            [Block(model_wrapper_dispatch(layer), policy=policy) for layer in gpt.layers]
-        )
-        model = BMTrainModelWrapper(gpt)
+        before = clear_card()
+        gpt = GPT(arguments.layers, arguments.dim, arguments.heads, vocab, arguments.seq).bfloat16()
+        model = sharded(gpt, BlockPolicy(parameters=place))  # type: ignore[arg-type]
         in_blocks = sum(p.numel() for p in gpt.layers.parameters())
 
         def step(model: torch.nn.Module = model) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from .._tools.gpt import GPT
-from ..block_layer import Block
 from ..optim import OptimManager
-from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
+from ._training import sharded
 
 VOCAB, SEQ, BATCH = 64, 16, 2
 
@@ -21,9 +20,7 @@ def toy(
 ) -> tuple[Any, OptimManager]:
     """A model of ids, ``(BATCH, SEQ + 1)``, that returns its loss, and the manager of its optimizer."""
     torch.manual_seed(0)
-    model: Any = GPT(2, 32, num_heads=2, vocab=VOCAB, seq=SEQ)
-    model.layers = torch.nn.ModuleList([Block(model_wrapper_dispatch(layer)) for layer in model.layers])
-    wrapped = BMTrainModelWrapper(model)
+    wrapped = sharded(GPT(2, 32, num_heads=2, vocab=VOCAB, seq=SEQ))
     manager = OptimManager(loss_scale)
     manager.add_optimizer(make_optimizer(wrapped.parameters(), lr=1e-3))
     return wrapped, manager

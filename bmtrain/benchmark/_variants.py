@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from .._engine.policy import BlockPolicy
-from ..block_layer import Block
 from ..global_var import context, world_size
-from ..optim import AdamOptimizer, OptimManager
-from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
-from ._silence import silence
+from ..optim import AdamOptimizer
+from ._training import sharded, silence, stepping
 
 #: Trains on a batch of ids and returns the loss.
 Step: TypeAlias = Callable[[Tensor], float]
@@ -115,12 +113,6 @@ def _checkpoint_layers(model: Any) -> None:
         model.layers[index] = checkpoint_wrapper(layer)
 
 
-def _sharded(model: Any, policy: BlockPolicy) -> nn.Module:
-    layers = [Block(model_wrapper_dispatch(layer), policy=policy) for layer in model.layers]
-    model.layers = nn.ModuleList(layers)
-    return BMTrainModelWrapper(model)
-
-
 def _ours_with_torch(recompute: bool = False, bf16: bool = False) -> Callable[[_Build], Step]:
     """The same work as `_fsdp2`: torch's optimizer over fp32 shards, with the same dtypes of compute and reduction."""
 
@@ -131,7 +123,7 @@ def _ours_with_torch(recompute: bool = False, bf16: bool = False) -> Callable[[_
             compute_dtype=torch.bfloat16 if bf16 else None,
             reduce_dtype=torch.float32 if bf16 else None,
         )
-        model = _sharded(_seeded(build), policy)
+        model = sharded(_seeded(build), policy)
         return _training(model, torch.optim.Adam(model.parameters(), fused=True))
 
     return variant
@@ -140,19 +132,10 @@ def _ours_with_torch(recompute: bool = False, bf16: bool = False) -> Callable[[_
 def _ours(level: int, recompute: bool = False, bf16: bool = False) -> Callable[[_Build], Step]:
     def variant(build: _Build) -> Step:
         policy = BlockPolicy(level=level, recompute="whole" if recompute else "off")
-        model = _sharded(_seeded(build, bf16), policy)
-        optimizer = AdamOptimizer(model.parameters())
-        manager = OptimManager()
-        manager.add_optimizer(optimizer)
-
-        def step(batch: Tensor) -> float:
-            manager.zero_grad(set_to_none=True)  # as torch's optimizers do
-            loss = model(batch)
-            manager.backward(loss)
-            manager.step()
-            return float(loss.detach())
-
-        return step
+        model = sharded(_seeded(build, bf16), policy)
+        # As torch's optimizers drop gradients.
+        step = stepping(model, AdamOptimizer(model.parameters()), set_to_none=True)
+        return lambda batch: float(step(batch))
 
     return variant
 

@@ -18,6 +18,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ._bars import Bar, Chart, picture
 from ._options import numbers
 from ._steps import FORMULAS, Formula, Size
 from ._table import print_table
+from ._training import in_turn
 
 __all__ = ["Size", "add_arguments", "measure", "run"]
 
@@ -86,17 +88,16 @@ def measure(size: Size, repeat: int, formula: Formula = FORMULAS["adam"]) -> dic
         repeat: number of turns, after one that does not count.
         formula: of the step.
     """
-    candidates = formula.candidates(size)
-    times: dict[str, list[float]] = {name: [] for name in candidates}
     steps = max(_ELEMENTS_OF_A_TURN // size.numel, 1)
-    for _ in range(repeat + 1):
-        for name, step in candidates.items():
+
+    def turn(step: Callable[[], Any], _: int) -> float:
+        step()
+        start = time.perf_counter()
+        for _ in range(steps):
             step()
-            start = time.perf_counter()
-            for _ in range(steps):
-                step()
-            times[name].append((time.perf_counter() - start) / steps)
-    return {name: values[1:] for name, values in times.items()}
+        return (time.perf_counter() - start) / steps
+
+    return in_turn(formula.candidates(size), turn, repeat)
 
 
 # ---- reports

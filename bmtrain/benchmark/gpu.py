@@ -34,6 +34,7 @@ from ._offload_gpu import Shape, measure_offload, print_offload
 from ._options import add_names, numbers
 from ._policies_gpu import measure_policies, print_policies
 from ._tiers_gpu import measure_tiers
+from ._training import clear_card
 from ._variants import VARIANTS
 
 __all__ = ["add_arguments", "measure_adam", "measure_cross_entropy", "measure_norm", "measure_step", "run"]
@@ -264,9 +265,7 @@ def measure_step(arguments: argparse.Namespace) -> dict[str, Any]:
     batch = torch.randint(_VOCAB, (arguments.batch, arguments.seq + 1), device="cuda")
     repeat = max(3, arguments.repeat // 4)
     for kind in ("alone", "fsdp2", "bmtrain-3"):
-        gc.collect()  # models are in cycles, and the next one needs the memory
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        clear_card()
         step = VARIANTS[f"{kind}-recompute-bf16"](build)
         results[f"{kind}, ms"] = seconds_of(partial(step, batch), repeat) * 1e3
         results[f"{kind}, peak GiB"] = torch.cuda.max_memory_allocated() / _GIB

@@ -12,7 +12,6 @@ import importlib
 import json
 import os
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from ..parameter import DistributedParameter
 from ..synchronize import synchronize
 from ._launch import launch
 from ._table import print_table
+from ._training import in_turn, timed
 
 __all__ = ["add_arguments", "run"]
 
@@ -52,15 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     init_distributed(seed=0)
     candidates = _candidates(arguments)
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
-    for step in range(arguments.repeat + 1):
-        for name, optimizer in candidates.items():
-            synchronize()
-            start = time.perf_counter()
-            optimizer.step()
-            synchronize()
-            if step:  # the first one allocates
-                seconds[name].append(time.perf_counter() - start)
+    seconds = in_turn(candidates, lambda optimizer, _: timed(optimizer.step), arguments.repeat)
     if rank() == 0:
         _report(arguments, seconds, {name: _state_bytes(o) for name, o in candidates.items()})
     synchronize()

@@ -26,10 +26,10 @@ from ..global_var import rank, world_size
 from ..init import init_distributed
 from ..optim import AdamOffloadOptimizer, OptimManager
 from ..synchronize import synchronize
-from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 from ._bars import Bar, Chart, picture
 from ._launch import launch
 from ._options import add_run
+from ._training import in_turn, sharded, timed
 
 __all__ = ["add_arguments", "run"]
 
@@ -55,12 +55,9 @@ def run(arguments: argparse.Namespace) -> None:
     init_distributed(seed=0)
     torch.set_num_threads(arguments.threads)
     variants = {name: _Variant.build(arguments, name) for name in (_NONE, _INSIDE, _OVERLAPPED)}
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in range(arguments.repeat + 1):
-        for name, variant in variants.items():
-            taken = variant.turn(_batches(arguments, turn))
-            if turn:  # the first one allocates
-                seconds[name].append(taken)
+    seconds = in_turn(
+        variants, lambda variant, turn: variant.turn(_batches(arguments, turn)), arguments.repeat
+    )
     if variants[_INSIDE].losses != variants[_OVERLAPPED].losses:
         raise RuntimeError("overlapped updates and updates inside the step gave different losses")
     first, later = _access_costs(variants[_OVERLAPPED], _batches(arguments, 0))
@@ -88,7 +85,9 @@ class _Variant(NamedTuple):
 
     @classmethod
     def build(cls, arguments: argparse.Namespace, name: str) -> _Variant:
-        model = _sharded_gpt(arguments)
+        torch.manual_seed(0)
+        gpt = GPT(arguments.layers, arguments.dim, num_heads=8, vocab=256, seq=arguments.seq)
+        model = sharded(gpt.bfloat16() if arguments.dtype == "bf16" else gpt)
         # By default a GPU with room for the state would keep it, and there would be nothing to measure.
         optimizer = AdamOffloadOptimizer(model.parameters(), lr=1e-4, overlap=name == _OVERLAPPED, fraction=0)
         manager = OptimManager()
@@ -109,24 +108,10 @@ class _Variant(NamedTuple):
     def turn(self, batches: list[Tensor]) -> float:
         """Seconds of a step, between a step that comes before and updates that come after."""
         losses = [self.step(batches[0])]
-        synchronize()
-        start = time.perf_counter()
-        losses += [self.step(batch) for batch in batches[1:]]
-        synchronize()
-        seconds = (time.perf_counter() - start) / (len(batches) - 1)
+        seconds = timed(lambda: losses.extend(map(self.step, batches[1:]))) / (len(batches) - 1)
         self.drain()
         self.losses.extend(loss.item() for loss in losses)
         return seconds
-
-
-def _sharded_gpt(arguments: argparse.Namespace) -> nn.Module:
-    torch.manual_seed(0)
-    model: Any = GPT(arguments.layers, arguments.dim, num_heads=8, vocab=256, seq=arguments.seq)
-    if arguments.dtype == "bf16":
-        model = model.bfloat16()
-    model.layers = nn.ModuleList([Block(model_wrapper_dispatch(layer)) for layer in model.layers])
-    wrapped: nn.Module = BMTrainModelWrapper(model)
-    return wrapped
 
 
 def _access_costs(variant: _Variant, batches: list[Tensor]) -> tuple[float, float]:

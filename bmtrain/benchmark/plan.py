@@ -21,7 +21,6 @@ import torch
 
 from .. import timeline
 from .._tools.gpt import GPT
-from ..block_layer import Block
 from ..global_var import rank
 from ..init import init_distributed
 from ..optim import AdamOffloadOptimizer, AdamOptimizer, MuonOffloadOptimizer, MuonOptimizer
@@ -29,12 +28,11 @@ from ..plan import Machine, TrainingPolicy, describe_module, estimate
 from ..plan.calibrate import measure_ranks
 from ..plan.policy import DISK
 from ..synchronize import synchronize
-from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 from ._launch import GIVE_BACK, answer, launch, launch_each
 from ._memory import forget_peak, peak_bytes, resident_bytes
 from ._options import add_run
-from ._silence import silence
 from ._table import print_table
+from ._training import sharded, silence
 
 __all__ = ["add_arguments", "run"]
 
@@ -132,15 +130,9 @@ class _Training:
 
     def __init__(self, arguments: argparse.Namespace, policy: str) -> None:
         torch.manual_seed(0)
-        gpt: Any = GPT(arguments.layers, arguments.dim, 8, 256, arguments.seq)
-        gpt.layers = torch.nn.ModuleList(
-            [
-                Block(model_wrapper_dispatch(layer), policy=_chosen(arguments, policy).block_policy())
-                for layer in gpt.layers
-            ]
-        )
-        self.model = BMTrainModelWrapper(gpt)
         chosen = _chosen(arguments, policy)
+        gpt = GPT(arguments.layers, arguments.dim, 8, 256, arguments.seq)
+        self.model = sharded(gpt, chosen.block_policy())
         optimizer = OPTIMIZERS[chosen.optimizer, chosen.offload]
         options: dict[str, Any] = {}
         if (

@@ -17,20 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from .._tools.gpt import GPT
 from .._tools.pictures import BLUE, ORANGE, new_figure, plain
-from ..block_layer import Block
 from ..global_var import context, rank
 from ..init import init_distributed
 from ..optim import AdamOptimizer
 from ..synchronize import synchronize
-from ..wrapper import BMTrainModelWrapper, model_wrapper_dispatch
 from ._host import host_cost
 from ._launch import GIVE_BACK, answer, launch_each
 from ._memory import resident_bytes
 from ._options import numbers
+from ._training import sharded
 
 __all__ = ["add_arguments", "run"]
 
@@ -92,9 +90,8 @@ def _train(arguments: argparse.Namespace, num_layers: int) -> dict[str, Any]:
     """Median seconds and processor seconds of a step, messages and bytes of it, and bytes kept between steps."""
     gc.collect()
     before = resident_bytes()
-    gpt: Any = GPT(num_layers, arguments.dim, 8, 256, arguments.seq)
-    gpt.layers = nn.ModuleList([Block(model_wrapper_dispatch(layer)) for layer in gpt.layers])
-    model = BMTrainModelWrapper(gpt)
+    gpt = GPT(num_layers, arguments.dim, 8, 256, arguments.seq)
+    model = sharded(gpt)
     optimizer = AdamOptimizer(model.parameters())
     batch = torch.randint(0, 256, (1, arguments.seq + 1))
     group = context().world

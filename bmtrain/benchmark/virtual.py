@@ -17,7 +17,6 @@ import os
 import select
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from ..virtual import VirtualShard, virtual_shards
 from ..wrapper import BMTrainModelWrapper
 from ._launch import answer, launch
 from ._table import print_table
+from ._training import in_turn, timed
 
 __all__ = ["add_arguments", "run"]
 
@@ -75,12 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
     parts = {"in one piece": 1, "micro-batches": arguments.shards // world_size()}
     variants = {name: _pieces(arguments, number) for name, number in parts.items()}
     variants["virtual shards"] = _virtual(arguments)
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for step in range(arguments.repeat + 1):
-        for name, variant in variants.items():
-            taken = _time(variant, step, arguments)
-            if step:  # the first one allocates
-                seconds[name].append(taken)
+    seconds = in_turn(variants, lambda variant, step: _time(variant, step, arguments), arguments.repeat)
     if rank() == 0:
         _report(arguments, seconds)
     synchronize()
@@ -145,11 +140,7 @@ def _time(variant: _Step, step: int, arguments: argparse.Namespace) -> float:
     generator = torch.Generator().manual_seed(step)
     rows = arguments.shards * arguments.rows
     batch = torch.randint(0, 256, (rows, arguments.seq + 1), generator=generator)
-    synchronize()
-    start = time.perf_counter()
-    variant(step, batch)
-    synchronize()
-    return time.perf_counter() - start
+    return timed(lambda: variant(step, batch))
 
 
 def _trainer(arguments: argparse.Namespace, accumulate: int) -> tuple[nn.Module, Any, OptimManager]:

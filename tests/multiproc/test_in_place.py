@@ -18,7 +18,7 @@ from harness.large_blocks import DIM, LAYERS, Layer, Small, inputs, model_of
 
 import bmtrain as bmt
 from bmtrain import _C
-from bmtrain.benchmark._silence import silence
+from bmtrain.benchmark._training import silence
 from bmtrain.errors import CommunicationError
 from bmtrain.global_var import context
 
