@@ -184,6 +184,8 @@ def install(redirection: Redirects) -> None:
     _install_autocast(redirection)
     _install_loading(redirection)
     _install_process_groups(redirection)
+    _install_init(redirection)
+    _install_data_parallel(redirection)
 
 
 def _counted(redirection: Redirects, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -306,8 +308,6 @@ def _install_loading(redirection: Redirects) -> None:
 
 
 def _install_process_groups(redirection: Redirects) -> None:
-    from .. import init
-
     def with_gloo(call: Callable[..., Any], position: int) -> Callable[..., Any]:
         @functools.wraps(call)
         def stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -330,7 +330,11 @@ def _install_process_groups(redirection: Redirects) -> None:
         redirection.replace(dist, name, stand_in)
         redirection.replace(dist.distributed_c10d, name, stand_in)
 
+
+def _install_init(redirection: Redirects) -> None:
     import bmtrain
+
+    from .. import init
 
     init_distributed = init.init_distributed
 
@@ -344,6 +348,8 @@ def _install_process_groups(redirection: Redirects) -> None:
     redirection.replace(init, "init_distributed", init_on_cpu)
     redirection.replace(bmtrain, "init_distributed", init_on_cpu)
 
+
+def _install_data_parallel(redirection: Redirects) -> None:
     parallel = torch.nn.parallel.DistributedDataParallel
     build = parallel.__init__
 
