@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from adam_factors import adam_factors as factors_of_adam
-from adam_steps import AdamRanges, adam_step
 from emulated_gpu import EmulatedGpu, Traffic, dtype_number, sparse_memory
 from kernel_levels import same_bits
-from momentum_steps import MomentumRanges, lion_step, sgd_step
+from optimizer_steps import AdamRanges, MomentumRanges, adam_step, lion_step, sgd_step
 from torch import Tensor
 
 from bmtrain.optim._narrow import store_values, stored_shape

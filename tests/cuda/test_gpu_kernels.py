@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from adam_steps import AdamRanges, adam_step
 from harness.losses import assert_cross_entropy
-from momentum_steps import MomentumRanges, lion_step, sgd_step
+from optimizer_steps import AdamRanges, MomentumRanges, adam_step, lion_step, sgd_step
 from torch import Tensor
 
 from bmtrain import _ops

@@ -11,7 +11,7 @@ import pytest
 import torch
 from adam_factors import adam_factors
 from kernel_levels import same_bits
-from momentum_steps import MomentumRanges, lion_step, sgd_step
+from optimizer_steps import MomentumRanges, lion_step, sgd_step
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]

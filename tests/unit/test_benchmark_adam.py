@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from adam_steps import AdamRanges
 from harness import run_process
+from optimizer_steps import AdamRanges
 
 from bmtrain.__main__ import main
 from bmtrain.benchmark._steps import Size

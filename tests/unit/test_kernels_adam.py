@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from adam_steps import AdamRanges, DeltaSums, adam_step
 from kernel_levels import LEVELS, Arrays, level, odd, same_bits
+from optimizer_steps import AdamRanges, DeltaSums, adam_step
 
 SIZES = (0, 1, 31, 32, 33, 255, 1_000_001)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

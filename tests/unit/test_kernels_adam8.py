@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from adam_steps import AdamRanges, adam_step
 from kernel_levels import LEVELS, level, same_bits
+from optimizer_steps import AdamRanges, adam_step
 from torch import Tensor, nn
 
 from bmtrain.optim import AdamOptimizer

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_levels import LEVELS, Arrays, level, odd, same_bits
-from momentum_steps import MomentumRanges, lion_step, sgd_step
+from optimizer_steps import MomentumRanges, lion_step, sgd_step
 
 from bmtrain import _ops
 
