@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from data import VOCAB_SIZE
@@ -25,6 +25,8 @@ __all__ = [
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p")
 SCHEDULERS = ("cosine", "noam", "linear", "exponential", "no-decay")
+
+_Group: TypeAlias = "argparse._ArgumentGroup"  # argparse has no other name for it
 
 # What a step's loss depends on, apart from the text and the number of ranks; equal in a resumed run. The learning rate
 # and the bound of the norm may change: a run that ended in NaN continues with smaller ones.
@@ -54,7 +56,30 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         description="Train a GPT-2 on bytes of text, sharded over all ranks of the launcher.",
         formatter_class=_Help,
     )
-    model = parser.add_argument_group("model")
+    _add_model(parser.add_argument_group("model"))
+    _add_training(parser.add_argument_group("training"))
+    _add_memory(parser.add_argument_group("memory"))
+    _add_layout(parser.add_argument_group("layout of the ranks, which changes speed and memory only"))
+    _add_files(parser.add_argument_group("files"))
+    options = parser.parse_args(arguments)
+    if options.dim_head is None:
+        if options.dim_model % options.num_heads:
+            parser.error(
+                f"--num-heads: expected a divisor of --dim-model {options.dim_model}, or --dim-head as well, "
+                f"got {options.num_heads}"
+            )
+        options.dim_head = options.dim_model // options.num_heads
+    options.dim_ff = options.dim_ff or 4 * options.dim_model
+    for name, size in (("seq_len", options.sp), ("num_heads", options.sp), ("experts", options.ep)):
+        if getattr(options, name) % size:
+            parser.error(
+                f"--{name.replace('_', '-')}: expected a multiple of {size}, the ranks that divide it, got "
+                f"{getattr(options, name)}"
+            )
+    return options
+
+
+def _add_model(model: _Group) -> None:
     model.add_argument("--num-layers", type=_positive, default=4, help="transformer blocks")
     model.add_argument("--dim-model", type=_positive, default=128, help="width")
     model.add_argument("--num-heads", type=_positive, default=4, help="attention heads")
@@ -64,7 +89,8 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--experts", type=int, default=0, help="of each layer, instead of one feed-forward")
     model.add_argument("--dtype", choices=DTYPES, default="fp32", help="on a CPU prefer bf16 to fp16")
 
-    training = parser.add_argument_group("training")
+
+def _add_training(training: _Group) -> None:
     training.add_argument("--steps", type=_positive, default=1000, help="optimizer steps")
     training.add_argument("--batch-size", type=_positive, default=8, help="samples in a step, all ranks")
     training.add_argument("--seq-len", type=_positive, default=256, help="bytes in a sample")
@@ -79,7 +105,8 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     training.add_argument("--loss-scale", type=float, default=2.0**15, help="first loss scale, for fp16")
     training.add_argument("--seed", type=int, default=0, help="of weights and of the order of samples")
 
-    memory = parser.add_argument_group("memory")
+
+def _add_memory(memory: _Group) -> None:
     memory.add_argument(
         "--zero-level", type=int, choices=(2, 3), default=3, help="2: keep parameters until backward"
     )
@@ -99,13 +126,15 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         "--state-dtype", choices=("fp32", "bf16", "int8"), default="fp32", help="of the moments"
     )
 
-    layout = parser.add_argument_group("layout of the ranks, which changes speed and memory only")
+
+def _add_layout(layout: _Group) -> None:
     layout.add_argument("--sp", type=_positive, default=1, help="ranks that divide a sequence")
     layout.add_argument("--ep", type=_positive, default=1, help="ranks that divide the experts of a layer")
     layout.add_argument("--pipe", type=_positive, default=1, help="stages of a pipeline")
     layout.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="of the pipeline")
 
-    files = parser.add_argument_group("files")
+
+def _add_files(files: _Group) -> None:
     files.add_argument("--data", help="a file or folder of text; default: Python's standard library")
     files.add_argument("--out", default="out/gpt2", help="folder for checkpoints and logs")
     files.add_argument("--save-every", type=_positive, default=250, help="steps between checkpoints")
@@ -131,22 +160,6 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         default=True,
         help="draw loss.png if matplotlib is there",
     )
-    options = parser.parse_args(arguments)
-    if options.dim_head is None:
-        if options.dim_model % options.num_heads:
-            parser.error(
-                f"--num-heads: expected a divisor of --dim-model {options.dim_model}, or --dim-head as well, "
-                f"got {options.num_heads}"
-            )
-        options.dim_head = options.dim_model // options.num_heads
-    options.dim_ff = options.dim_ff or 4 * options.dim_model
-    for name, size in (("seq_len", options.sp), ("num_heads", options.sp), ("experts", options.ep)):
-        if getattr(options, name) % size:
-            parser.error(
-                f"--{name.replace('_', '-')}: expected a multiple of {size}, the ranks that divide it, got "
-                f"{getattr(options, name)}"
-            )
-    return options
 
 
 class _Help(argparse.HelpFormatter):
