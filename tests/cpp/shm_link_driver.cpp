@@ -136,6 +136,8 @@ void messages(ShmLink& link) {
   }
 }
 
+std::atomic<int> num_emptied = 0;
+
 // Gathers into buffers that the ranks write together, of which some are given back and some just dropped.
 class InPlace {
  public:
@@ -183,10 +185,10 @@ class InPlace {
     }
   }
 
-  // Each rank reads its slices where the others have them.
+  // Each rank reads its slices where the others have them, who give back meanwhile what nobody reads.
   void exchange(int number) {
     c10::DataPtr memory = link_.borrow_own(kRanks * kBytes);
-    const at::Tensor input = tensor_of(std::move(memory));
+    at::Tensor input = tensor_of(std::move(memory));
     input.fill_(mark(link_.rank(), number));
     const ShmOperationPtr operation = operation_of("all_to_all", kBytes);
     operation->place = ShmPlace::kOwn;
@@ -201,6 +203,10 @@ class InPlace {
     }
     post(link_, operation, sends, receives);
     link_.await(*operation);
+    input.reset();
+    static_cast<void>(link_.borrow_own(0));
+    ++num_emptied;
+    while (num_emptied < kRanks * (number + 1)) std::this_thread::yield();
     for (int r = 0; r < kRanks; ++r) {
       if (r == link_.rank()) continue;
       const char* const slice =
