@@ -20,9 +20,9 @@ PYTHON = {
     "ranks": ("_ranks global_var nccl synchronize utils", 4217),
     "shards": ("_shards parameter", 1969),
     "engine": ("_engine", 8562),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5684),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5703),
     "files": ("_files dcp distributed store weights", 4666),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_205),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_207),
     "survive": ("_survive survive", 2760),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_937),
 }

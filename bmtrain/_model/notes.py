@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from .._engine.block_state import unreturned_tensor_error
 from ..errors import BMTrainError
 
 #: For keys that are missing or unexpected on purpose.
@@ -68,3 +69,21 @@ def name_strict(error: RuntimeError) -> None:
     """Adds a remedy for keys that are missing or unexpected on purpose."""
     if "key(s) in state_dict" in str(error):
         _add(error, REMEDY, unless="strict=False")
+
+
+def name_unreturned(error: BaseException, loss: torch.Tensor) -> None:
+    """Adds to an error of ``loss.backward()`` that ``loss`` leads into a Block other than through its results.
+
+    Where what was left in an attribute was computed from parameters, these are shards again, and torch's error is one
+    of shapes.
+    """
+    waiting, seen = [loss.grad_fn], set()
+    while isinstance(error, RuntimeError) and "did not return" not in str(error) and waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "bmtrain::GradientSink":
+            _add(error, unreturned_tensor_error("a Block"), unless="did not return")
+            return
+        waiting += [following for following, _ in node.next_functions]

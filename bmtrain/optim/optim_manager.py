@@ -14,6 +14,7 @@ from torch import Tensor
 from .._base.arguments import require_integer, require_keys, require_number, require_tensor
 from .._base.deprecate import warn_once
 from .._engine.engine import current_engine
+from .._model.notes import name_unreturned
 from .._ranks import context as _context
 from .._ranks.survival import Survival
 from ..accumulate import no_sync
@@ -226,7 +227,8 @@ class OptimManager:
         try:
             with self._around_backward():
                 self.scale_loss(loss).backward(retain_graph=retain_graph)
-        except BaseException:
+        except BaseException as error:
+            name_unreturned(error, loss)
             # Of some parameters the gradient is missing: zero_grad() is to drop the others.
             self._num_backwards = 0
             keep_unsent(False)

@@ -239,3 +239,46 @@ def test_a_result_that_is_written_to_retains_the_gradient_of_its_new_value(use_c
 @pytest.mark.parametrize("use_checkpoint", [True, False])
 def test_hooks_of_a_result_get_its_whole_gradient_or_are_refused(world: int, use_checkpoint: bool) -> None:
     run_ranks(world, hooks_of_results, use_checkpoint)
+
+
+class Bayesian(torch.nn.Linear):
+    """Leaves a penalty on its weight in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.penalty = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.penalty = (self.weight.square() - self.weight.exp()).sum()
+        return super().forward(x)
+
+
+def penalty_in_an_attribute(recompute: str) -> None:
+    block = bmt.Block(bmt.BMTrainModelWrapper(Bayesian()), policy=bmt.BlockPolicy(recompute=recompute))
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(torch.optim.SGD(block.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError) as caught:
+        manager.backward(block(torch.ones(2, 4)).sum() + block._module.penalty)
+    said = [str(caught.value), *getattr(caught.value, "__notes__", ())]
+    assert sum("return it as a further result" in text for text in said) == 1
+    manager.zero_grad()
+    manager.backward(block(torch.ones(2, 4)).sum())
+    with pytest.raises(RuntimeError) as caught:
+        manager.backward(Failing.apply(block(torch.ones(2, 4)).sum()))
+    assert not hasattr(caught.value, "__notes__")
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("of the script")
+
+
+@pytest.mark.parametrize("recompute", ["whole", "off"])
+def test_a_penalty_that_is_left_in_an_attribute_is_named(recompute: str) -> None:
+    for world in (1, 2):
+        run_ranks(world, penalty_in_an_attribute, recompute)
