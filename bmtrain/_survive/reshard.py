@@ -100,8 +100,7 @@ def shard_again(
     Returns:
         The copy; None without it, and on a single rank.
     """
-    comm, size, rank = host_comm(ctx), ctx.world.size, ctx.world.rank
-    ward_rank = ring.ward_of(rank)
+    comm, rank = host_comm(ctx), ctx.world.rank
     params = all_parameters(ctx, optimizers)
 
     # Whole values, until the last Block has its new buffers: a Block's are made of all its parameters at once.
@@ -111,47 +110,50 @@ def shard_again(
     if any(all(p._spec.group is not group for group in present) for p in params):
         _rebuild(ctx, params, wholes)
 
-    def cut(p: DistributedParameter, whole: Tensor, of: int) -> Tensor:
-        begin, count = p._spec.part(of % p._spec.group.size)
-        return whole.narrow(0, begin, count)
-
     ward = None
-    if size > 1 and copies_ward:
-        copied = [p for p in params if is_copied(p)]
-        ward = Ward(ward_rank, {p: cut(p, wholes[p], ward_rank).clone() for p in copied}, optimizers)
+    if ctx.world.size > 1 and copies_ward:
+        of = ring.ward_of(rank)
+        ward = Ward(of, {p: _cut(p, wholes[p], of).clone() for p in params if is_copied(p)}, optimizers)
     wholes.clear()
-    entries: list[dict[Tensor, Any]] = [{} for _ in optimizers]
-    copies: list[dict[Tensor, Any]] = [{} for _ in optimizers]
-    found = [
-        (number, p, names, step)
-        for (number, p, names), step in zip(arrays_of(optimizers), before.steps, strict=True)
-        if step >= 0
-    ]
-    wanted = [(number, p, name) for number, p, names, _ in found for name in names]
-    arrays = [_Array(p, torch.float32, partial(_state, number, p, name)) for number, p, name in wanted]
-    state = _wholes(comm, before, arrays)
-    for number, p, names, step in found:
-        entry: dict[str, Any] = {"step": step}
-        copy: dict[str, Any] = {"step": step}
-        is_kept = ward is not None and p in ward.params
-        for name in names:
-            whole = next(state)
-            entry[name] = cut(p, whole, rank).clone()
-            if is_kept:
-                copy[name] = cut(p, whole, ward_rank).clone()
-        entries[number][p] = entry
-        if ward is not None and is_kept:
-            copies[number][ward.params[p]] = copy
-    for number, optimizer in enumerate(optimizers):
-        put_state(optimizer, entries[number])
-        if ward is not None:
-            put_state(ward.optimizers[number], copies[number])
+    _share_state(comm, optimizers, before, ward)
     if before.has_gradients:
         own = next(iter(before.held.values())).gradients or {}
         gradients = [_Array(p, own[p].dtype, partial(_gradient, p)) for p in params if p in own]
         for (p, *_), whole in zip(gradients, _wholes(comm, before, gradients), strict=True):
-            p.grad = cut(p, whole, rank).to(p.device, copy=True)
+            p.grad = _cut(p, whole, rank).to(p.device, copy=True)
     return ward
+
+
+def _share_state(
+    comm: Communicator, optimizers: Sequence[ShardedOptimizer], before: Before, ward: Ward | None
+) -> None:
+    """Gives this rank's optimizers, and the copy's, the state of their shards. Collective."""
+    told = zip(arrays_of(optimizers), before.steps, strict=True)
+    found = [(number, p, names, step) for (number, p, names), step in told if step >= 0]
+    users = [*optimizers, *(() if ward is None else ward.optimizers)]
+    states: list[dict[Tensor, Any]] = [{} for _ in users]
+    # Each rank whose shards are here, its parameters, and what its optimizers get.
+    own = {p: p for _, p, *_ in found}
+    holders: list[tuple[int, Any, Any]] = [(comm.rank, own, states[: len(optimizers)])]
+    if ward is not None:
+        holders.append((ward.rank, ward.params, states[len(optimizers) :]))
+    wanted = [(number, p, name) for number, p, names, _ in found for name in names]
+    wholes = _wholes(comm, before, [_Array(of[1], torch.float32, partial(_state, *of)) for of in wanted])
+    for number, p, names, step in found:
+        kept = [(rank, params[p], entries[number]) for rank, params, entries in holders if p in params]
+        for _, param, entry in kept:
+            entry[param] = {"step": step}
+        for name in names:
+            whole = next(wholes)
+            for rank, param, entry in kept:
+                entry[param][name] = _cut(p, whole, rank).clone()
+    for optimizer, entries in zip(users, states, strict=True):
+        put_state(optimizer, entries)
+
+
+def _cut(p: DistributedParameter, whole: Tensor, rank: int) -> Tensor:
+    """Returns the shard of a rank, in the sharding that the parameter has now."""
+    return whole.narrow(0, *p._spec.part(rank % p._spec.group.size))
 
 
 def _value(p: DistributedParameter, held: Held) -> Tensor:

@@ -309,22 +309,20 @@ class Survival:
                     self._place += 1  # the gate; this rank comes back when it has done the rest of the step
                     return
                 continue
-            agreed, lost = time.monotonic(), sorted(set(range(ctx.world.size)) - set(meeting.survivors))
-            owners = [
-                meeting.survivors.index(rank if rank in meeting.survivors else ring.keeper_of(rank))
-                for rank in range(ctx.world.size)
-            ]
+            agreed, survivors, ranks = time.monotonic(), meeting.survivors, range(ctx.world.size)
+            lost = [rank for rank in ranks if rank not in survivors]
+            owners = [survivors.index(ring.keeper_of(rank) if rank in lost else rank) for rank in ranks]
             most = [max(own) for own in zip(*(r["steps"] for r in meeting.reports.values()), strict=True)]
             before = Before(held, owners, parts, max(places) % 2 == 1, most, lost)
             try:
                 self._go_on(ctx, meeting, rendezvous, before, max(places))
                 break
             except (CommunicationError, OSError, dist.DistError) as error:
-                if tried == meeting.survivors:
+                if tried == survivors:
                     raise CommunicationError(
                         f"{ranks_text(lost)} lost, and the others cannot connect: {self._again(ctx)} ({error})"
                     ) from error
-                tried, self._lost = meeting.survivors, {}
+                tried, self._lost = survivors, {}
         clips, self._clips = self._clips, []
         for clip in clips:  # before the survivors that had not completed it try it again
             self.clip(clip)
