@@ -90,8 +90,10 @@ def _run_together(
     from_ranks = by_expert.argsort()
     arrived = _Rows.apply(arrived, by_expert, from_ranks, 1)
     computed = run(arrived, here.sum(0), parameters)
-    if torch.is_grad_enabled() and (arrived.requires_grad or _trained(parameters)):
-        computed = _Connected.apply(computed, arrived if arrived.requires_grad else _a_leaf(computed))
+    trained = [parameters[number] for number in _trained(parameters)]
+    if torch.is_grad_enabled() and (arrived.requires_grad or trained):
+        anchor = arrived if arrived.requires_grad else _a_leaf(computed)
+        computed = _Connected.apply(computed, anchor, *(() if len(arrived) else trained))
     rows: torch.Tensor = _Rows.apply(computed, from_ranks, by_expert, 1)
     return rows
 
@@ -111,7 +113,9 @@ def _run_each_source(
         anchors.append(arrived)
     parts = arrived.split(here.sum(1).tolist())
     computed = torch.cat([run(*each) for each in zip(parts, here, aliases, strict=True)])
-    return _Connected.apply(computed, *anchors) if anchors else computed
+    for anchor in anchors:
+        computed = _Connected.apply(computed, anchor)
+    return computed
 
 
 def _in_parts(values: Sequence[Any], number: int) -> list[Sequence[Any]]:
@@ -157,21 +161,25 @@ class _Rows(torch.autograd.Function):
 
 
 class _Connected(torch.autograd.Function):
-    """``computed`` as it is, in the graph of ``anchors``.
+    """``computed`` as it is, in the graph of ``anchor`` and ``unused``, the parameters of experts without tokens.
 
     Experts without tokens may return zeros that depend on nothing. Backward sends gradients through the exchanges of
-    all ranks, so each rank must have both exchanges in its graph.
+    all ranks, so each rank must have both exchanges in its graph; and a parameter that other ranks use, or experts of
+    theirs in the same tensor, has a gradient of zeros, which weight decay and momentum take.
     """
 
     @staticmethod
-    def forward(ctx: Any, computed: torch.Tensor, *anchors: torch.Tensor) -> torch.Tensor:
-        ctx.number = len(anchors)
+    def forward(
+        ctx: Any, computed: torch.Tensor, anchor: torch.Tensor, *unused: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.shapes = [param.shape for param in unused]
+        ctx.like = [param.new_zeros(()) for param in unused]
         return computed.view_as(computed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, *[None] * ctx.number
+        return grad, None, *map(torch.Tensor.expand, ctx.like, ctx.shapes)
 
 
 class _ForEachSource(torch.autograd.Function):

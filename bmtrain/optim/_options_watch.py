@@ -80,8 +80,8 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _has_gradient(p: torch.Tensor) -> bool:
-    """Whether a parameter of which all ranks have a part has a gradient; experts without tokens may have none."""
-    return isinstance(p, DistributedParameter) and not p._ep_mode and gradient_of(p) is not None
+    """Whether a parameter of which all ranks have a part has a gradient."""
+    return isinstance(p, DistributedParameter) and gradient_of(p) is not None
 
 
 def _given_to(parameters: Iterable[Any]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -338,13 +339,62 @@ def zeros_of_nothing(trained: str) -> None:
     y.sum().backward()
     if trained == "tokens":
         assert torch.equal(leaf.grad, torch.full((3, DIM), 2.0))
-    elif bmtrain.rank() == 0:
-        assert torch.equal(leaf.grad, torch.full((DIM, DIM), 3.0 + 6.0))
+    else:  # zeros of the rank whose expert no token reaches
+        sums = 3.0 + 6.0 if bmtrain.rank() == 0 else 0.0
+        assert torch.equal(leaf.grad, torch.full((DIM, DIM), sums))
 
 
 @pytest.mark.parametrize("trained", ["tokens", "experts"])
 def test_zeros_of_nothing_take_part_in_backward(trained: str) -> None:
     run_ranks(2, zeros_of_nothing, trained, init={"ep_size": 2})
+
+
+class HitExperts(torch.nn.Module):
+    """Computes, as those of transformers, experts that have tokens and no others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.weight = torch.nn.Parameter(torch.arange(float(EXPERTS)).view(-1, 1).repeat(1, DIM))
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        result = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            token, place = torch.where(top_k_index == expert)
+            rows = hidden_states[token] * self.weight[expert] * top_k_weights[token, place, None]
+            result = result.index_add(0, token, rows)
+        return result
+
+
+def experts_that_no_token_reaches(in_block: bool) -> None:
+    """Weight decay and momentum take the zeros that plain PyTorch has, in Blocks and outside."""
+    plain, model = HitExperts(), bmtrain.BMTrainModelWrapper(HitExperts())
+    model = bmtrain.Block(model) if in_block else model
+    options = {"lr": 0.5, "weight_decay": 0.25, "momentum": 0.5}
+    optimizers = [torch.optim.SGD(m.parameters(), **options) for m in (plain, model)]
+    manager = bmtrain.optim.OptimManager()
+    manager.add_optimizer(optimizers[1])
+    of_ranks = torch.arange(1.0, 1 + bmtrain.world_size()).view(-1, 1).repeat(1, DIM)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of different numbers of gradients
+        for step in range(5):
+            index = torch.full((len(of_ranks), 1), EXPERTS - 1 if step == 0 else 0)
+            manager.zero_grad()
+            manager.backward(model(of_ranks[bmtrain.rank()][None], index[:1], torch.ones(1, 1)).sum())
+            manager.step()
+            optimizers[0].zero_grad()
+            (plain(of_ranks, index, torch.ones(index.shape)).sum() / len(of_ranks)).backward()
+            optimizers[0].step()
+    param = next(model.parameters())
+    torch.testing.assert_close(full_value(param), plain.weight.detach(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("in_block", [False, True])
+@pytest.mark.parametrize(("world", "ep_size"), [(2, 2), (4, 2)])
+def test_experts_that_no_token_reaches_decay(world: int, ep_size: int, in_block: bool) -> None:
+    run_ranks(world, experts_that_no_token_reaches, in_block, init={"ep_size": ep_size})
 
 
 @pytest.mark.parametrize(
