@@ -132,7 +132,7 @@ class MoE(DistributedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(scoring, str) or scoring not in _SCORES:
+        if not isinstance(scoring, str) or scoring not in _SCORINGS:
             raise ValueError(f"scoring: expected 'softmax' or 'sigmoid', got {scoring!r}")
         require_integer("num_experts", num_experts, 1)
         if require_integer("top_k", top_k, 1) > num_experts:
@@ -159,10 +159,10 @@ class MoE(DistributedModule):
         tokens = x.reshape(-1, x.shape[-1])
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(tokens.float(), self.router.weight.float())
-        scores = _SCORES[self.scoring](logits)
-        weights, index = scores.topk(self.top_k, dim=-1)
-        if self.normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
+        scores, logarithms = _SCORINGS[self.scoring]
+        chosen, index = logits.topk(self.top_k, dim=-1)  # both scores rise with the logit
+        # A sum of scores may be too small for a float, of which the quotient would be NaN.
+        weights = logarithms(chosen).softmax(-1) if self.normalize else scores(logits).gather(-1, index)
         y = self.experts(tokens, index, weights).view_as(x)
         if self.shared_gate_up is not None and self.shared_down is not None:
             gate, up = self.shared_gate_up(x).chunk(2, dim=-1)
@@ -237,4 +237,8 @@ def _has_grouped_products(rows: torch.Tensor, weight: torch.Tensor) -> bool:
     return rows.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
-_SCORES = {"softmax": lambda logits: logits.softmax(-1), "sigmoid": lambda logits: logits.sigmoid()}
+#: Functions of logits: scores, and their logarithms up to a term that all scores of a token have in common.
+_SCORINGS = {
+    "softmax": (lambda logits: logits.softmax(-1), lambda logits: logits),
+    "sigmoid": (torch.sigmoid, F.logsigmoid),
+}

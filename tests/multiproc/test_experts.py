@@ -149,6 +149,38 @@ def train(routing: str, numbers: str, recompute: str, options: dict[str, Any]) -
         close(full_value(param), weights[name].detach(), name)
 
 
+def weights_of_small_scores(scoring: str, dtype: torch.dtype) -> None:
+    """Scores below the smallest float still have a quotient."""
+    layer = bmtrain.nn.MoE(DIM, HIDDEN, EXPERTS, TOP_K, scoring=scoring, dtype=dtype)
+    bmtrain.init_parameters(layer)
+    router = torch.zeros(EXPERTS, DIM)
+    router[:, 0] = torch.tensor([-110.0, -111, -112, -150])
+    layer.router._parameters["weight"].load(router)
+    found = []
+
+    def note(x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        found.append((index, weights))
+        return x * weights.sum(-1, keepdim=True).to(x.dtype)
+
+    layer.experts.forward = note
+    x = torch.ones(3, DIM, dtype=dtype, requires_grad=True)
+    y, logits = layer(x)
+    (index, weights), exact = found[0], logits.detach().double()
+    scores = exact.softmax(-1) if scoring == "softmax" else exact.sigmoid()
+    expected, places = scores.topk(TOP_K)
+    assert torch.equal(index, places)
+    torch.testing.assert_close(weights.double(), expected / expected.sum(-1, keepdim=True), rtol=2e-5, atol=0)
+    (weights[:, 0].sum() + y.sum()).backward()
+    assert x.grad.isfinite().all()
+    assert layer.router._parameters["weight"].grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_weights_of_small_scores_are_finite(scoring: str, dtype: torch.dtype) -> None:
+    run_ranks(1, weights_of_small_scores, scoring, dtype)
+
+
 def overflow_of_one_expert() -> None:
     model = Model("whole")
     bmtrain.init_parameters(model)
