@@ -23,7 +23,7 @@ from ._engine.policy import BlockMode, BlockPolicy, Recompute
 from ._engine.run_block import run_block
 from ._engine.run_state import ModuleState
 from ._engine.vertical import VerticalLayers
-from ._model.block_build import adopt_parameters, dissolve_inner_blocks
+from ._model.block_build import adopt_parameters, dissolve_inner_blocks, packed_again
 from ._model.notes import name_block
 from ._model.storage import build_storage, keeping_on_host
 from ._shards.block_ref import BlockRef
@@ -124,15 +124,16 @@ class Block(StandIn):
         """(Re)packs the parameters of the inner module into flat storage. Collective."""
         reference = BlockRef(self)
         named = adopt_parameters(self, self._module, reference)
+        callers = context().zero_group(pipe=self._mode is BlockMode.PIPE).comm
+        comm = callers if "_runtime" in self.__dict__ else None  # else all ranks
         # In place: Blocks that share this storage see the new one.
-        self._storages[:] = build_storage(named, self._mode, self._policy, self._label, reference)
+        self._storages[:] = build_storage(named, self._mode, self._policy, self._label, reference, comm)
         buffers = [storage.shards for storage in self._storages]
         engine = current_engine(context())
         if "_runtime" in self.__dict__:
             engine.replace_buffers(self._runtime, buffers)
         else:
             self.__dict__["_runtime"] = state_of(engine, self._label, buffers, self._policy)
-        callers = context().zero_group(pipe=self._mode is BlockMode.PIPE).comm
         self._runtime.store([storage.stored for storage in self._storages], callers)
         reference.runtime = weakref.ref(self._runtime)
         self._runtime.reference = reference
@@ -192,7 +193,8 @@ class Block(StandIn):
             for param in shards:
                 if param._block is not None:
                     param._block.add_home(param)
-            self._build()
+            with packed_again(self):
+                self._build()
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .._shards.block_ref import GREW, OWNER, BlockRef
+from .._shards.sharding import ShardSpec
 from .._shards.stage import StagedShardSpec
 from ..parameter import DistributedParameter
 from .state_dict import install_hooks_below
@@ -65,6 +68,21 @@ def adopt_parameters(
         child.__dict__.pop(GREW, None)
     install_hooks_below(module)
     return list(named.values())
+
+
+@contextmanager
+def packed_again(block: Any) -> Iterator[None]:
+    """Context manager in which the parameters of a block of a pipeline belong to its stage alone, as its ranks build it
+    again while other stages build others."""
+    staged = None
+    for param in (param for storage in block._storages for param in storage.parameters):
+        spec = param._spec
+        if isinstance(spec, StagedShardSpec):
+            staged = spec
+            param._spec = ShardSpec(spec.shape, spec.group, spec.layout, spec.index, spec.replicas)
+    yield
+    if staged is not None and staged.pipe is not None:
+        leave_to_stage(block, staged.pipe, staged.owner)
 
 
 def leave_to_stage(block: Any, pipe: Group, owner: int) -> None:

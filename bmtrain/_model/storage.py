@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._base.unseen import gradient_of
-from .._C import ShardedBuffer
+from .._C import Communicator, ShardedBuffer
 from .._engine.engine import current_engine
 from .._engine.policy import BlockMode, BlockPolicy
 from .._ranks.groups import parts_of, ranks_per_host
@@ -112,8 +112,10 @@ def build_storage(
     policy: BlockPolicy,
     label: str,
     owner: BlockRef,
+    comm: Communicator | None = None,
 ) -> list[BlockStorage]:
-    """Moves parameters, each named once, into flat buffers; their values and gradients stay. Collective.
+    """Moves parameters, each named once, into flat buffers; their values and gradients stay. Collective over ``comm``,
+    None: all ranks.
 
     ``label`` names the block in errors and records; ``owner`` is the parameters' reference to it.
     """
@@ -147,7 +149,7 @@ def build_storage(
             **_reduction(ctx, family, group, policy),
         )
         trains = params[0]._trains_in_block
-        stored = store(ctx, policy, label, shards, trains) if policy.shards_on_disk else None
+        stored = store(ctx, policy, label, shards, trains, comm) if policy.shards_on_disk else None
         with torch.no_grad():
             for index, param in enumerate(params):
                 spec = ShardSpec(param._original_shape, group, shards.layout, index, replicas)

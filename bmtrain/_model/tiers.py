@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .._base.host_memory import give_back_freed
-from .._C import HostLane, ShardedBuffer
+from .._C import Communicator, HostLane, ShardedBuffer
 from .._engine.disk_shard import StoredShard
 from .._engine.disk_tier import tier_of
 from .._engine.engine import current_engine
@@ -53,9 +53,14 @@ def host_lane_of(ctx: Context, policy: BlockPolicy) -> HostLane | None:
 
 
 def store(
-    ctx: Context, policy: BlockPolicy, label: str, buffer: ShardedBuffer, trains: bool
+    ctx: Context,
+    policy: BlockPolicy,
+    label: str,
+    buffer: ShardedBuffer,
+    trains: bool,
+    comm: Communicator | None = None,
 ) -> StoredShard | None:
-    """Moves the shards of a new buffer to a drive, as its policy says. Collective.
+    """Moves the shards of a new buffer to a drive, as its policy says. Collective over ``comm``, None: all ranks.
 
     Raises:
         DiskError: a drive has no room.
@@ -65,7 +70,7 @@ def store(
         return None
     engine = current_engine(ctx)
     give_back_freed()  # of the blocks before
-    with failing_together(f"reserving space for {label}"):
+    with failing_together(f"reserving space for {label}", comm):
         return StoredShard(
             tier_of(engine), label, buffer, parameters=policy.parameters == "disk", gradients=keeps
         )

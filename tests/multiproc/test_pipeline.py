@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import math
@@ -559,6 +560,106 @@ def held_tensors() -> None:
 
 def test_an_object_that_holds_tensors_is_refused():
     run_ranks(2, held_tensors, init={"pipe_size": 2, "num_micro_batches": 2})
+
+
+CONVERSIONS = {
+    "half": lambda m: m.half(),
+    "to": lambda m: m.to(torch.bfloat16),
+    "half and back": lambda m: m.half().float(),
+}
+
+
+def converted(conversion: str, places: dict[str, str], num_layers: int) -> None:
+    """A pipeline of other numbers of layers on its stages, converted after it was built, trains and is stored."""
+    torch.manual_seed(0)
+    plain = [torch.nn.Linear(DIM, DIM) for _ in range(num_layers)]
+    blocks = [
+        bmt.Block(
+            bmt.BMTrainModelWrapper(copy.deepcopy(layer)), mode="PIPE", policy=bmt.BlockPolicy(**places)
+        )
+        for layer in plain
+    ]
+    model = torch.nn.Sequential(*plain)
+    layers = CONVERSIONS[conversion](bmt.PipelineTransformerBlockList(blocks))
+    CONVERSIONS[conversion](model)
+    x = torch.linspace(-1, 1, 2 * DIM, dtype=model[0].weight.dtype).view(2, DIM)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (layers, model)]
+    for _ in range(2):
+        bmt.optim.OptimManager().backward(layers(x).float().square().sum())
+        model(x).float().square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, value), expected in zip(layers.state_dict().items(), model.state_dict().values(), strict=True):
+        assert value.dtype == expected.dtype
+        torch.testing.assert_close(value, expected, rtol=2e-2, atol=2e-2, msg=name)
+
+
+ON_DISK = {"parameters": "disk", "gradients": "disk", "optimizer": "disk"}
+
+
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+@pytest.mark.parametrize("places", [{}, ON_DISK], ids=["in memory", "on disk"])
+@pytest.mark.parametrize(("world", "num_layers"), [(2, 3), (4, 2)])
+def test_a_pipeline_is_converted(tmp_path, world, num_layers, places, conversion):
+    init = {"pipe_size": 2, **({"tier_directories": [str(tmp_path)]} if places else {})}
+    run_ranks(world, converted, conversion, places, num_layers, init=init)
+
+
+class Named(NamedTuple):
+    hidden: torch.Tensor
+    more: torch.Tensor
+
+
+class Returning(bmt.DistributedModule):
+    """A layer that returns its hidden state in some object."""
+
+    def __init__(self, wrap: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, x):
+        return self.wrap(x + 1)
+
+
+HidingResults = {
+    "dict": lambda x: {"hidden": x},
+    "dataclass": lambda x: Pair(x, x),
+    "NoneType": lambda x: None,
+    "a tuple of NoneType": lambda x: (None, x),
+    "a tuple of dict": lambda x: ({}, x),
+    "tuple": lambda x: (),
+}
+
+
+def results_in_objects(kind: str, has_loss_inside: bool) -> None:
+    layers = bmt.PipelineTransformerBlockList(
+        [bmt.Block(Returning(HidingResults[kind]), mode="PIPE") for _ in range(2)]
+    )
+    x = torch.ones(2, DIM)
+    if has_loss_inside:
+        layers.loss(x, head=NestedHead(), labels=(x,))
+    else:
+        layers(x)
+
+
+@pytest.mark.parametrize("has_loss_inside", [False, True])
+@pytest.mark.parametrize("kind", HidingResults)
+def test_a_layer_that_returns_no_hidden_state_is_named(kind, has_loss_inside):
+    told = rf"Returning#\d+: expected its forward to return the hidden state.*, got {kind.replace('dataclass', 'Pair')}"
+    with pytest.raises(RankError, match=told):
+        init = {"pipe_size": 2, "num_micro_batches": 2}
+        run_ranks(2, results_in_objects, kind, has_loss_inside, init=init, grace=0.1)
+
+
+def results_in_tuples() -> None:
+    kinds = (lambda x: x, lambda x: (x, {}), lambda x: [x, None], lambda x: Named(x, x))
+    layers = bmt.PipelineTransformerBlockList([bmt.Block(Returning(kind), mode="PIPE") for kind in kinds])
+    assert torch.equal(layers(torch.zeros(2, DIM)), torch.full((2, DIM), 4.0))
+
+
+def test_a_hidden_state_may_begin_a_tuple():
+    run_ranks(2, results_in_tuples, init={"pipe_size": 2, "num_micro_batches": 2})
 
 
 class Masked(bmt.DistributedModule):
