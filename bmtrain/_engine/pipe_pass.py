@@ -181,8 +181,7 @@ class Pass:
             for block in self._plan.chunks[chunk]:
                 if self._keeps_inputs:
                     inputs.append(out)
-                result = block(out, *args, **kwargs)
-                out = result[0] if isinstance(result, tuple) else result
+                out = _hidden_state(block(out, *args, **kwargs), block._label)
             if is_last:
                 out = self.result_of(out, micro)
         if is_last:
@@ -359,3 +358,14 @@ def run_as_node(call: Any, hidden: torch.Tensor, *further: torch.Tensor) -> Any:
     if not hidden.requires_grad:
         hidden = hidden.detach().requires_grad_()  # parameters may be trained: backward must reach the node
     return _Pipeline.apply(call, hidden, *further)
+
+
+def _hidden_state(result: Any, name: str) -> torch.Tensor:
+    """Returns the hidden state in the result of layer ``name``, which a pipeline passes on."""
+    found = result[0] if isinstance(result, tuple) and result else result
+    if not isinstance(found, torch.Tensor):
+        raise TypeError(
+            f"{name}: expected its forward to return the hidden state, or a tuple that begins with it, as a pipeline "
+            f"passes one tensor on, got {'a tuple of ' if found is not result else ''}{type(found).__name__}"
+        )
+    return found

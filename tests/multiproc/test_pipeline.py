@@ -9,12 +9,13 @@ import math
 import re
 import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from harness import rank_outcomes, run_ranks
+from harness import RankError, rank_outcomes, run_ranks
 
 import bmtrain as bmt
 from bmtrain import _C
