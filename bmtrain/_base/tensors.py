@@ -66,6 +66,34 @@ def gathering_error(what: str, is_traced: bool) -> RuntimeError:
     )
 
 
+def refuse_scripting(module: torch.nn.Module) -> NoReturn:
+    """Raises RuntimeError: the method of distributed modules and Blocks that ``torch.jit.script`` calls first."""
+    raise gathering_error(module.__class__.__name__, is_traced=True)
+
+
+def refuse_other_results(label: str, first: list[torch.Tensor], again: list[torch.Tensor]) -> None:
+    """Raises RuntimeError if a forward that was run again has other results, by more than rounding.
+
+    Results that were written to in between are not compared.
+    """
+    if len(again) != len(first):
+        raise RuntimeError(
+            f"{label}: the forward took another path when it was run again: {len(again)} results require grad, "
+            f"{len(first)} did at first"
+        )
+    for old, new in zip(first, again, strict=True):
+        old, new = old.detach(), new.detach()
+        is_other = (old.shape, old.dtype) != (new.shape, new.dtype)
+        if not is_other and old.numel() and old._version == new._version:
+            is_other = bool((old - new).abs().max() > 0.1 * old.abs().max())
+        if is_other:
+            raise RuntimeError(
+                f"{label}: the forward took another path when it was run again, with another result of shape "
+                f"{tuple(new.shape)}: a function or an attribute that it uses was exchanged in between (by a patch, "
+                "say); exchange it until backward() has returned, or give the block use_checkpoint=False"
+            )
+
+
 def with_shared_bases(tensors: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor]:
     """Returns the tensors, and then the bases of several of them, other than ``leaves``."""
     bases: list[Any] = [t._base for t in tensors if t._is_view() and t.grad_fn is not None]

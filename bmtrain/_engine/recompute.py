@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from .._base.argument_copies import snapshot
+from .._base.tensors import refuse_other_results
 from .._base.tree import is_function, replace_arguments, replace_tensors, tensors_of
 from .._C import next_node_number
 from .block_state import BlockState, unreturned_tensor_error
@@ -84,11 +85,7 @@ class Replay(Part):
         if self._saved.is_complete:
             return outputs, leaves
         found = call.outputs_among(result, args, kwargs, fresh, again=True)
-        if len(found) != len(outputs):
-            raise RuntimeError(
-                f"{call.block.label}: the forward took another path when it was run again: {len(found)} results "
-                f"require grad, {len(outputs)} did at first"
-            )
+        refuse_other_results(call.block.label, outputs, found)
         return found, fresh
 
     def _second_run(self, call: BlockCall, fresh: dict[int, torch.Tensor]) -> tuple[Any, Any, Any]:

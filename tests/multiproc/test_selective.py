@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -161,6 +163,53 @@ def other_path() -> None:
 
 def test_another_path_in_the_second_run_uses_nothing_of_the_first():
     run_ranks(2, other_path)
+
+
+class Patchable(torch.nn.Module):
+    activation = staticmethod(torch.tanh)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        return self.linear(torch.nn.functional.gelu(self.activation(self.linear(x))))
+
+
+def square_root(x, approximate="none"):
+    return (x * x + 1).sqrt()
+
+
+def exchanged(recompute: str, what: str) -> None:
+    """A function that is exchanged for the first run alone would give the gradient of another function."""
+    torch.manual_seed(0)
+    plain = Patchable()
+    block = bmt.Block(
+        bmt.BMTrainModelWrapper(copy.deepcopy(plain)), policy=bmt.BlockPolicy(recompute=recompute)
+    )
+    x = torch.linspace(-1, 1, 4 * DIM).view(4, DIM)
+    owner = Patchable if what == "activation" else torch.nn.functional
+
+    def patched():
+        return mock.patch.object(
+            owner, what, staticmethod(square_root) if owner is Patchable else square_root
+        )
+
+    with patched():
+        out = block(x)
+    with pytest.raises(RuntimeError, match="another path .* exchanged in between.* use_checkpoint=False"):
+        out.sum().backward()
+    with patched():
+        (block(x).sum() / bmt.world_size()).backward()
+        plain(x).sum().backward()
+    for param, expected in zip(block.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.gather_grad(), expected.grad)
+
+
+@pytest.mark.parametrize("recompute", ["whole", "selective"])
+@pytest.mark.parametrize("what", ["activation", "gelu"])
+def test_a_function_that_is_exchanged_for_the_first_run_is_an_error(recompute, what):
+    run_ranks(2, exchanged, recompute, what)
 
 
 def chunks_written_to(x):
