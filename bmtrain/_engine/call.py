@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.nn.utils import parametrize
 
 from .._base.tensors import take_views_again, with_shared_bases
 from .._base.tree import detached, distinct, has_containers, replace_arguments, replace_tensors, tensors_of
@@ -160,7 +161,7 @@ class BlockCall:
             run = self.run_forward
             for part in reversed(self.parts):
                 run = partial(part.first_run, self, run)
-            with NoAutocastCache():
+            with NoCaches():
                 given = set(map(id, tensors_of((args, kwargs)))) if self.has_state else ()
                 result = kept_alive(block, run(args, kwargs))
                 if self.has_state:
@@ -235,7 +236,7 @@ class BlockCall:
             part.before_backward(self)
         try:
             engine.open(block, Phase.BACKWARD)
-            with NoAutocastCache():
+            with NoCaches():
                 if roots:
                     for part in self.parts:
                         outputs, leaves = part.graph(self, outputs, leaves)
@@ -323,17 +324,19 @@ class BlockCall:
         self.outputs, self.leaves, self.inner, self.parts, self.roots = [], [], [], [], None
 
 
-class NoAutocastCache:
-    """Disables autocast's cache, whose casts, keyed by parameter object, would be of an earlier gather."""
+class NoCaches:
+    """Disables autocast's cache and that of parametrizations, whose tensors would be of an earlier gather or call."""
 
-    __slots__ = ("_was_enabled",)
+    __slots__ = ("_were_enabled",)
 
     def __enter__(self) -> None:
-        self._was_enabled = torch.is_autocast_cache_enabled()
+        self._were_enabled = torch.is_autocast_cache_enabled(), parametrize._cache_enabled
         torch.set_autocast_cache_enabled(False)
+        parametrize._cache_enabled = 0
 
     def __exit__(self, *_: object) -> None:
-        torch.set_autocast_cache_enabled(self._was_enabled)
+        of_autocast, parametrize._cache_enabled = self._were_enabled
+        torch.set_autocast_cache_enabled(of_autocast)
 
 
 def _leaf_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

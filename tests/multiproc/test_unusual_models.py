@@ -219,6 +219,29 @@ REPARAMETRIZATIONS = {  # tool: (applied, taken back)
 }
 
 
+def cached_parametrizations(use_checkpoint: bool) -> None:
+    """A value that one call of a Block has cached is not another call's."""
+    torch.manual_seed(0)
+    plain = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
+    model = bmt.Block(bmt.BMTrainModelWrapper(copy.deepcopy(plain)), use_checkpoint=use_checkpoint)
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    for layer in (plain, model):
+        with parametrize.cached():
+            out = layer(torch.tanh(layer(x)))
+            (out.square().sum() / (bmt.world_size() if layer is model else 1)).backward()
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.gather_grad(), expected.grad)
+    with parametrize.cached():
+        model(x)
+        assert parametrize._cache_enabled == 1 and not parametrize._cache
+    assert parametrize._cache_enabled == 0
+
+
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+def test_parametrizations_are_not_cached_over_calls_of_blocks(use_checkpoint: bool) -> None:
+    run_ranks(2, cached_parametrizations, use_checkpoint)
+
+
 def test_reparametrized_layers_train_and_are_refused_once_they_are_shards():
     run_ranks(2, check_reparametrizations)
 
