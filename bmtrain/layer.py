@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from sys import _getframe
@@ -11,9 +10,10 @@ from typing import Any
 import torch
 
 from ._base.opaque import opaque, untraced_by_itself
+from ._base.tensors import refuse_scripting
 from ._engine.copies import GatheredCopy, Source, source_of
 from ._engine.engine import current_engine
-from ._engine.whole import WRITES, give_whole_to_initialisers, writable, writable_now
+from ._engine.whole import give_whole_to_initialisers, writable_now, writing_function
 from ._model.check import has_own
 from ._model.looks import description, only_looks
 from ._model.notes import name_strict
@@ -53,6 +53,7 @@ class DistributedModule(torch.nn.Module):
     """
 
     _handles_shards = True  # HANDLES_SHARDS of _model/state_dict.py
+    __prepare_scriptable__ = refuse_scripting
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Methods that initialise parameters get them whole, see [Note: Writing to a whole parameter]."""
@@ -172,24 +173,6 @@ def forget_block(attributes: dict[str, Any]) -> None:
 def note_full_shape(module: torch.nn.Module, name: str, param: DistributedParameter) -> None:
     """Records the full shape of ``module.name``, to check its substitutes."""
     module.__dict__.setdefault(_SHAPES, {})[name] = param._original_shape
-
-
-def writing_function(function: Callable[[torch.nn.Module], None]) -> Callable[[torch.nn.Module], None]:
-    """Wraps a module's method so that it gets whole parameters. See [Note: Writing to a whole parameter]."""
-    if hasattr(function, WRITES):
-        return function
-
-    @functools.wraps(function, updated=())
-    def write(module: torch.nn.Module) -> None:
-        with writable() as held:
-            if not isinstance(module, DistributedModule):
-                for param in module._parameters.values():
-                    if isinstance(param, DistributedParameter) and not param.is_meta:
-                        held.add(param)  # reads by a plain module cannot be detected
-            function(module)
-
-    setattr(write, WRITES, True)
-    return write
 
 
 @opaque

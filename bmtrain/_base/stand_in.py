@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from .tensors import refuse_scripting
+
 # The dictionaries shared with the inner module, so that both have the same parameters, buffers and hooks.
 SHARED = (
     "_parameters",
@@ -24,6 +26,7 @@ class StandIn(torch.nn.Module):
     """A proxy of the module ``_module``: equal in attributes and traversal, but called differently."""
 
     _module: torch.nn.Module
+    __prepare_scriptable__ = refuse_scripting
 
     def _stand_for(self, module: torch.nn.Module) -> None:
         own = self.__dict__

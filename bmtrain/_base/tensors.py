@@ -6,7 +6,7 @@ import ctypes
 import sys
 from collections import Counter
 from collections.abc import Hashable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd import forward_ad
@@ -56,8 +56,9 @@ def gathering_error(what: str, is_traced: bool) -> RuntimeError:
     """Returns the error of ``what``, which gathers parameters, in a traced graph or a transform of torch.func."""
     if is_traced:
         return RuntimeError(
-            f"{what} inside a trace of torch.jit or torch.export: parameters that are gathered over the ranks cannot "
-            "be traced; load the full tensors of model.state_dict() into a model without Blocks and wrapper"
+            f"{what} inside a trace of torch.jit, torch.fx or torch.export: parameters that are gathered over the "
+            "ranks cannot be traced; load the full tensors of model.state_dict() into a model without Blocks and "
+            "wrapper"
         )
     return RuntimeError(
         f"{what} inside a transform of torch.func (grad, vmap, jvp, jacrev, ...): parameters that are gathered "

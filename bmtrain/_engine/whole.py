@@ -11,7 +11,7 @@ the parameter's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FunctionType
@@ -168,3 +168,22 @@ def _writing_method(method: FunctionType) -> FunctionType:
 
     setattr(write, WRITES, True)
     return write  # type: ignore[return-value]
+
+
+def writing_function(function: Callable[[torch.nn.Module], None]) -> Callable[[torch.nn.Module], None]:
+    """Wraps a module's method so that it gets whole parameters. See [Note: Writing to a whole parameter]."""
+    if hasattr(function, WRITES):
+        return function
+
+    @functools.wraps(function, updated=())
+    def write(module: torch.nn.Module) -> None:
+        with writable() as held:
+            if not getattr(module, "_handles_shards", False):
+                parameters: Any = module._parameters
+                for param in parameters.values():
+                    if hasattr(param, "_original_shape") and not param.is_meta:
+                        held.add(param)  # reads by a plain module cannot be detected
+            function(module)
+
+    setattr(write, WRITES, True)
+    return write

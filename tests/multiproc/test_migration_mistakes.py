@@ -382,7 +382,18 @@ def test_shards_are_not_sharded_again() -> None:
     run_ranks(2, sharded_twice, fresh=True)
 
 
+class Multiplies(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
 def traced() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
     plain, model = twins(lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()))
     x = torch.ones(3, 4)
     for part in (
@@ -390,12 +401,25 @@ def traced() -> None:
         bmt.Block(copy.deepcopy(model)),
         torch.nn.Sequential(bmt.Block(copy.deepcopy(model))),
     ):
-        for trace in (partial(torch.jit.trace, check_trace=False), torch.export.export):
+        for trace in (
+            partial(torch.jit.trace, check_trace=False),
+            torch.export.export,
+            lambda model, _: torch.jit.script(model),
+            lambda model, inputs: make_fx(model)(*inputs),
+            lambda model, inputs: make_fx(model, tracing_mode="symbolic")(*inputs),
+            *([lambda model, _: torch.fx.symbolic_trace(model)] if type(part) is torch.nn.Sequential else []),
+        ):
             with pytest.raises(
                 RuntimeError, match=r"trace of torch.jit or torch.export.*model.state_dict\(\)"
             ):
                 trace(part, (x,))
         assert torch.equal(part(x), plain(x))
+    wrapped = bmt.BMTrainModelWrapper(
+        copy.deepcopy(plain)
+    )  # of modules of torch, which are called as they are
+    assert torch.equal(torch.fx.symbolic_trace(wrapped)(x), plain(x))
+    with pytest.raises(RuntimeError, match="torch.fx or torch.export"):  # it would keep the present weight
+        torch.fx.symbolic_trace(bmt.BMTrainModelWrapper(Multiplies()))
 
 
 def test_traces_of_torch_name_the_model_that_they_need() -> None:
