@@ -19,7 +19,7 @@ from ._ranks.agree import largest
 from ._ranks.context import current, require_gathering, require_intact
 from ._shards import penalties
 from ._shards.at_rest import show, show_together
-from ._shards.block_ref import BlockRef
+from ._shards.block_ref import BlockRef, multiplied_from_left
 from ._shards.data_version import DataVersion
 from ._shards.draws import (
     INDEXING,
@@ -29,12 +29,13 @@ from ._shards.draws import (
     by_position,
     drawing_whole,
     of_matrices,
+    refuse_shard,
     transposed,
 )
 from ._shards.foreign import refuse_fsdp, refuse_replicated, warn_of_flatness
 from ._shards.full_values import copy_of_part, full_value, gather_flat, load_full_value, shard_of, whole_shape
 from ._shards.gather import OpAllGather
-from ._shards.grad_readers import CHECKED_FILES, is_shown
+from ._shards.grad_readers import CHECKED_FILES, CHECKED_FUNCTIONS, is_shown
 from ._shards.initializer import ParameterInitializer
 from ._shards.meta import no_values
 from ._shards.sharding import ShardSpec, merge_slices, merged_shape
@@ -116,6 +117,7 @@ class DistributedParameter(torch.nn.Parameter):
     _sent: Any = None
     #: Weak reference to its shard on a drive, see `_engine/disk_shard.py`.
     _stored: weakref.ref[Any] | None = None
+    _refuse_shard = refuse_shard
 
     def __new__(
         cls,
@@ -195,13 +197,15 @@ class DistributedParameter(torch.nn.Parameter):
             return known
         reader = _getframe(1)
         gradient = gradient_of(self)
-        if reader.f_code.co_name == "zero_grad":  # torch's methods look whether there is a gradient
+        code = reader.f_code
+        if code.co_name == "zero_grad":  # torch's methods look whether there is a gradient
             self._forget_unsent()
         elif self._stored is not None and gradient is not None:
             show(self, gradient=True)
         if self._sent is not None:
             self._sent.drop()
-        if reader.f_code.co_filename in CHECKED_FILES and not is_shown(self, gradient, reader):
+        is_checked = code.co_filename in CHECKED_FILES or code.co_name in CHECKED_FUNCTIONS
+        if is_checked and not is_shown(self, gradient, reader):
             return None
         return gradient
 
@@ -461,6 +465,7 @@ for _name in OF_MATRICES:
 for _name in INDEXING:
     setattr(DistributedParameter, _name, by_position(_name))
 DistributedParameter.T = property(transposed)  # type: ignore[assignment]
+DistributedParameter.__rmatmul__ = multiplied_from_left  # type: ignore[method-assign]
 DistributedParameter.requires_grad = penalties.REQUIRES_GRAD  # type: ignore[assignment]
 DistributedParameter.requires_grad_ = penalties.require_grad  # type: ignore[assignment]
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .data_version import DataVersion
-
-if TYPE_CHECKING:
-    import torch
 
 #: Key in a module's `__dict__`, set when a module with an `OWNER` gets parameters that no Block gathers.
 GREW = "_got_parameters_since"
@@ -68,3 +66,10 @@ class BlockRef(weakref.ref[Any]):
 
 def _no_block() -> None:
     return None
+
+
+def multiplied_from_left(self: Any, other: Any) -> Any:
+    """``__rmatmul__`` of parameters and their data, which each product ``x @ weight`` in a Block calls."""
+    if torch.Tensor.dim(self) < 2:
+        self._refuse_shard("matmul")
+    return torch.Tensor.__matmul__(other, self)

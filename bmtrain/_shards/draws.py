@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .block_ref import multiplied_from_left
 from .foreign import warn_of_positions
 from .full_values import load_full_value
 
@@ -44,7 +45,7 @@ def of_matrices(name: str) -> Callable[..., torch.Tensor]:
 
     @functools.wraps(plain)
     def operate(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        _refuse_shard(self, name.strip("_"))
+        refuse_shard(self, name.strip("_"))
         return plain(self, *args, **kwargs)
 
     return operate
@@ -52,12 +53,12 @@ def of_matrices(name: str) -> Callable[..., torch.Tensor]:
 
 def transposed(self: Any) -> torch.Tensor:
     """The tensor's ``T``, for the same."""
-    _refuse_shard(self, "T")
+    refuse_shard(self, "T")
     turned: torch.Tensor = torch.Tensor.T.__get__(self)  # type: ignore[attr-defined]
     return turned
 
 
-def _refuse_shard(tensor: Any, operation: str) -> None:
+def refuse_shard(tensor: Any, operation: str) -> None:
     param = tensor
     if isinstance(tensor, ShardData):
         param = tensor.__dict__.get("_param")
@@ -130,6 +131,8 @@ class Alias(torch.Tensor):
 class ShardData(Alias):
     """The ``.data`` of a parameter that is a shard, for random fills of it."""
 
+    _refuse_shard = refuse_shard
+
     @classmethod
     def of(cls, param: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         """Makes ``data`` one of ``param``."""
@@ -163,3 +166,4 @@ for _name in OF_MATRICES:
 for _name in INDEXING:
     setattr(ShardData, _name, by_position(_name))
 ShardData.T = property(transposed)  # type: ignore[assignment]
+ShardData.__rmatmul__ = multiplied_from_left  # type: ignore[method-assign]

@@ -41,9 +41,17 @@ _REFUSED = {
     ),
     (lbfgs.__file__, "_gather_flat_grad"): ("torch.optim.LBFGS", _ELEMENTWISE),
 }
+#: The same by module, of libraries that may not be imported.
+_REFUSED_IN_MODULES = {
+    ("peft.tuners.adalora.layer", "update_ipt"): (
+        "AdaLoRA of peft, which ranks rows and columns of adapters,",
+        "use peft.LoraConfig, whose adapters have a fixed rank",
+    )
+}
 _STAND_INS = meta_utils.__file__
 #: Files with such functions. Checked first, because gradients are read often.
 CHECKED_FILES = frozenset({_STAND_INS, *(file for file, _ in _REFUSED)})
+CHECKED_FUNCTIONS = frozenset(function for _, function in _REFUSED_IN_MODULES)
 #: Refused functions that are correct on a single rank, which has all elements.
 _RIGHT_ALONE = ("torch.nn.utils.clip_grad_norm_", "torch.amp.GradScaler", "torch.optim.LBFGS")
 
@@ -64,7 +72,10 @@ def _refuse_whole_tensor_tools(param: torch.Tensor, reader: FrameType) -> None:
     while frame is not None and frame.f_code.co_name.startswith("<"):  # a comprehension before Python 3.12
         frame = frame.f_back
     code = reader.f_code if frame is None else frame.f_code
-    refused = _REFUSED.get((code.co_filename, code.co_name))
+    module = str(reader.f_globals.get("__name__"))
+    refused = _REFUSED.get((code.co_filename, code.co_name)) or _REFUSED_IN_MODULES.get(
+        (module, code.co_name)
+    )
     if refused is None:
         return
     name, remedy = refused

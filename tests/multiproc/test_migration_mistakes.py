@@ -270,6 +270,7 @@ def multiplied_outside() -> None:
         lambda w: w.transpose(0, 1),
         lambda w: w.matmul(w),
         lambda w: w @ w,
+        lambda w: x @ w,
         lambda w: torch.nn.functional.linear(x, w.t()),
     ]
     for operation in operations:

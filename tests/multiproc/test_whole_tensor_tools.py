@@ -46,6 +46,20 @@ def lbfgs(parameters: list[torch.nn.Parameter]) -> None:
     torch.optim.LBFGS(parameters).step(lambda: torch.zeros(()))
 
 
+#: As the function of peft that this library knows by its name.
+ADALORA = {"__name__": "peft.tuners.adalora.layer"}
+exec(
+    "def update_ipt(parameters):\n"
+    "    for p in parameters:\n"
+    "        (p * p.grad).abs().detach().mean(dim=1, keepdim=True)",
+    ADALORA,
+)
+
+
+def adalora(parameters: list[torch.nn.Parameter]) -> None:
+    ADALORA["update_ipt"](parameters)
+
+
 def refused(tool: Callable[[list[torch.nn.Parameter]], None], remedy: str) -> None:
     parameters = with_gradients()
     before = [(p.detach().clone(), p.grad.clone()) for p in parameters]
@@ -57,6 +71,7 @@ def refused(tool: Callable[[list[torch.nn.Parameter]], None], remedy: str) -> No
 
 REFUSED = [
     (clip, "OptimManager.clip_grad_norm"),
+    (adalora, "AdaLoRA of peft.*peft.LoraConfig"),
     (scale, "OptimManager"),
     (scale_and_step, "OptimManager"),
     (adafactor, "bmtrain.optim.whole_matrix"),
