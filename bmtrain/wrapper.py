@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
 
 from ._base.arguments import require_module
 from ._engine.engine import current_engine
-from ._engine.replaced import note_given
+from ._engine.replaced import forget_if_written, note_given
 from ._engine.sync_batch_norm import SyncedBatchNorm
 from ._engine.whole import give_whole_to_initialisers
 from ._model.divided_experts import DividedExperts, can_divide, divide_experts, own_experts, takes_routing
@@ -192,6 +192,7 @@ class _Conversion:
         data = own_experts(param) if of_experts else param
         made = DistributedParameter(data, requires_grad=param.requires_grad, ep_mode=of_experts)
         note_given(made, param)
+        forget_if_written(made)
         for key, value in param.__dict__.items():
             made.__dict__.setdefault(key, value)
         self._parameters[id(param)] = (

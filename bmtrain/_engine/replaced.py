@@ -48,6 +48,10 @@ class ReplacedParameters:
         if optimizer in self._seen:
             return
         params = [p for group in optimizer.param_groups for p in group["params"]]
+        for param in params:
+            given_at = getattr(param, "_given_at", None)
+            if given_at is not None and given_at != _num_writes(param):
+                param._given = 0  # its shard was written before the first step
         stale = [
             p for p in params if _MARK in getattr(p, "__dict__", ()) and p.requires_grad and p.grad is None
         ]
@@ -80,7 +84,7 @@ def note_given(param: Any, whole: Any) -> None:
 
     None of what is no tensor, of which ranks read their parts or get them from rank 0.
     """
-    param._given = 0
+    param._given, param._given_at = 0, None
     if isinstance(whole, torch.Tensor) and not (whole.is_meta or is_fake(whole)):
         step = max(1, whole.numel() // 64)
         if whole.is_contiguous():
@@ -89,6 +93,18 @@ def note_given(param: Any, whole: Any) -> None:
             numbers = torch.arange(0, whole.numel(), step, device="cpu")
             elements = whole.detach()[torch.unravel_index(numbers, whole.shape)]
         param._given = zlib.crc32(repr(elements.tolist()).encode())
+
+
+def forget_if_written(param: Any) -> None:
+    """Lets later writes to the shard drop what :func:`note_given` has just recorded."""
+    param._given_at = _num_writes(param)
+
+
+def _num_writes(param: Any) -> int:
+    owner: Any = param if param._block is None else param._block
+    data = owner._data_version
+    writes: int = param._version
+    return writes if data is None else writes + data.num_writes
 
 
 @functools.cache

@@ -24,7 +24,12 @@ class DataVersion:
     @property
     def value(self) -> int:
         """Number that changes with each write."""
-        return self._replaced if self._counter is None else self._replaced + self._counter._version
+        return self._replaced + self.num_writes
+
+    @property
+    def num_writes(self) -> int:
+        """Number of writes in place since the data were first read, or moved to another device."""
+        return 0 if self._counter is None else self._counter._version
 
     def counted(self, data: torch.Tensor) -> torch.Tensor:
         """Returns an alias of ``data`` whose in-place writes are counted."""

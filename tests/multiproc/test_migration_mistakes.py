@@ -411,7 +411,7 @@ def traced() -> None:
             *([lambda model, _: torch.fx.symbolic_trace(model)] if type(part) is torch.nn.Sequential else []),
         ):
             with pytest.raises(
-                RuntimeError, match=r"trace of torch.jit or torch.export.*model.state_dict\(\)"
+                RuntimeError, match=r"trace of torch.jit, torch.fx or torch.export.*model.state_dict\(\)"
             ):
                 trace(part, (x,))
         assert torch.equal(part(x), plain(x))
@@ -529,7 +529,13 @@ def write_all(model: torch.nn.Module, way: str, stored: dict[str, torch.Tensor],
                 param.normal_()
     else:
         for name, param in model.named_parameters():
-            if way == "p.load":
+            part = stored[name].flatten()[param._start_partition : param._end_partition]
+            if way == "shards":
+                with torch.no_grad():
+                    param.copy_(part)
+            elif way == "data of shards":
+                param.data.copy_(part)
+            elif way == "p.load":
                 param.load(stored[name])
             else:
                 with bmt.whole(model, write=True):
@@ -567,7 +573,11 @@ def test_weights_that_one_rank_alone_loads_are_told_once(where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "way", ["load", "weights.load", "checkpoint.load", "init_parameters", "normal_", "p.load", "whole"]
+    "way",
+    [
+        *("load", "weights.load", "checkpoint.load", "init_parameters", "normal_", "p.load", "whole"),
+        *("shards", "data of shards"),
+    ],
 )
 def test_weights_of_all_ranks_that_follow_others_are_not_told(way: str, tmp_path: Path) -> None:
     assert run_ranks(2, weights_of_some_ranks, way, str(tmp_path / "weights"), fresh=True) == [[], []]
