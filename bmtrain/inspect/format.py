@@ -46,4 +46,6 @@ def format_summary(summary: Iterable[Mapping[str, Any]]) -> str:
 
 def _cell(value: Any, width: int) -> str:
     text = f"{value:.4f}" if isinstance(value, float) else str(value)
+    if isinstance(value, (int, float)) and len(text) >= width and "." not in text[:width]:
+        text = f"{value:.2e}"  # digits before the point are not cut off
     return f" {text}"[:width].ljust(width)

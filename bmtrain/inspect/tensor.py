@@ -61,7 +61,8 @@ class InspectTensor:
         Returns:
             one dict per entry: ``name`` (``"<group>.<i>.<name>"``, without a group ``"<i>.<name>"``, where ``i`` counts
             the entries of that group and name), ``shape`` (dim 0 counted over all ranks), ``min``, ``max``, ``mean``
-            and ``std`` (from the mean of the ranks' variances), ``grad_mean`` and ``grad_std`` (None without gradient).
+            and ``std`` (from the mean of the variances of ranks that have some: no rank without elements counts, nor a
+            variance of one element), ``grad_mean`` and ``grad_std`` (None without gradient).
 
         Raises:
             ValueError: if the ranks have recorded different numbers of tensors.
@@ -70,9 +71,10 @@ class InspectTensor:
         per_rank = _gathered([_statistics_of(item["tensor"]) for item in self._summary])
         lines = []
         for number, item in enumerate(self._summary):
-            smallest, largest, mean, variance, grad_mean, grad_variance, has_gradient = per_rank[
-                :, number
-            ].T.unbind(0)
+            of_ranks = per_rank[:, number]
+            of_ranks = of_ranks[_those_of(of_ranks, elements=1)]
+            smallest, largest, mean, variance, grad_mean, grad_variance, has_gradient, _ = of_ranks.T
+            varies = _those_of(of_ranks, elements=2)
             any_gradient = bool(has_gradient.any())
             shape = item["shape"]
             lines.append(
@@ -81,10 +83,10 @@ class InspectTensor:
                     "min": float(smallest.min()),
                     "max": float(largest.max()),
                     "mean": float(mean.mean()),
-                    "std": float(variance.mean().sqrt()),
+                    "std": float(variance[varies].mean().sqrt()),
                     "shape": (shape[0] * comm.size, *shape[1:]) if shape else (),
                     "grad_mean": float(grad_mean.mean()) if any_gradient else None,
-                    "grad_std": float(grad_variance.mean().sqrt()) if any_gradient else None,
+                    "grad_std": float(grad_variance[varies].mean().sqrt()) if any_gradient else None,
                 }
             )
         return lines
@@ -184,7 +186,14 @@ def _statistics_of(tensor: torch.Tensor) -> list[float]:
         *mean_and_variance(tensor),
         *of_gradient,
         float(gradient is not None),
+        tensor.numel(),
     ]
+
+
+def _those_of(of_ranks: torch.Tensor, *, elements: int) -> torch.Tensor:
+    """Which ranks have as many elements; all, if none has."""
+    has_enough = of_ranks[:, -1] >= elements
+    return has_enough if has_enough.any() else ~has_enough
 
 
 def _gathered(rows: list[list[float]]) -> torch.Tensor:
@@ -197,7 +206,7 @@ def _gathered(rows: list[list[float]]) -> torch.Tensor:
         raise ValueError(
             f"get_summary(): expected as many recorded tensors on all ranks, got {counts.tolist()}"
         )
-    mine = torch.tensor(rows, dtype=torch.float64, device=device).reshape(len(rows), 7)
+    mine = torch.tensor(rows, dtype=torch.float64, device=device).reshape(len(rows), 8)
     everyone = torch.empty(comm.size, *mine.shape, dtype=torch.float64, device=device)
     if rows:
         comm.all_gather(everyone.view(-1), mine.view(-1), "get_summary").wait()

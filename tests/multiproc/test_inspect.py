@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from harness import run_ranks
@@ -359,6 +361,27 @@ def check_statistics() -> None:
     assert (row["min"], row["max"]) == (0.0, values[-1].max().item())
     assert row["shape"] == (2 * bmt.world_size(), 2)
     assert row["grad_mean"] is row["grad_std"] is None
+
+
+def check_uneven() -> None:
+    """A rank without elements has no part in the statistics, and one element has no variance."""
+    own = [torch.empty(0), torch.tensor([2.0]), torch.tensor([4.0, 8.0])][bmt.rank()].requires_grad_()
+    nothing, unknown = torch.empty(0), torch.tensor([torch.nan, 1.0])
+    with inspect_tensor() as inspector:
+        for tensor in (own * 1, nothing, unknown, torch.tensor([bmt.rank() * 1.0])):
+            record_tensor(tensor, "x")
+    inspector.get_tensor("x").square().sum().backward()
+    first, second, third, fourth = inspector.get_summary()
+    assert (first["min"], first["max"], first["mean"]) == (2.0, 8.0, (2 + 6) / 2)
+    assert first["std"] == pytest.approx(8**0.5)
+    assert (first["grad_mean"], first["grad_std"]) == (pytest.approx((4 + 12) / 2), pytest.approx(32**0.5))
+    assert all(math.isnan(second[name]) for name in ("min", "max", "mean", "std"))
+    assert all(math.isnan(third[name]) for name in ("min", "max", "mean", "std"))  # as of torch
+    assert (fourth["min"], fourth["max"], fourth["mean"]) == (0.0, 2.0, 1.0) and math.isnan(fourth["std"])
+
+
+def test_ranks_without_elements_have_no_part_in_statistics() -> None:
+    run_ranks(3, check_uneven)
 
 
 def test_rules_of_recording():

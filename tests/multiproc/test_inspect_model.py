@@ -117,6 +117,33 @@ def test_bc67_inspect_model_is_equal_for_all_forms_and_worlds(form):
                         assert row[key] == pytest.approx(expected[key], rel=rounding, abs=1e-6, nan_ok=True)
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (-12_345_678_901.0, "-1.23e+10"),
+        (123_456_789.0, "123456789"),
+        (1_234_567_890.0, "1.23e+09"),
+        (-1.5e300, "-1.50e+300"),
+        (1_234_567_890_123, "1.23e+12"),
+        (123_456_789, "123456789"),
+        (12.3456789, "12.3457"),
+        (-math.inf, "-inf"),
+    ],
+)
+def test_numbers_are_not_cut_before_their_point(value: float, shown: str) -> None:
+    line = {
+        "name": "w",
+        "shape": (1,),
+        "min": 0.0,
+        "std": 0.5,
+        "mean": 0.25,
+        "grad_std": 0.0,
+        "grad_mean": 0.0,
+    }
+    row = format_summary([{**line, "max": value}]).split("\n")[1]
+    assert row[8 + 20 :].split()[0] == shown[:9]
+
+
 def test_format_summary():
     lines = format_summary(
         [
