@@ -51,8 +51,10 @@ def shard_model(
         for tensor in plain_tensors(model):
             if not tensor.is_meta:
                 value = broadcast(tensor.detach().clone(), 0)
-                if not torch.equal(value, tensor):  # an expanded buffer, such as a mask, cannot be written
-                    tensor.copy_(value)
+                if not torch.equal(value, tensor):
+                    # An expanded buffer, such as a mask, is written once where its elements share memory.
+                    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
+                    tensor[once].copy_(value[once])
     plain = {id(p): name for name, p in model.named_parameters() if not isinstance(p, DistributedParameter)}
     users = [made for made in optimizers if any(id(p) in plain for p in parameters_of(made.param_groups))]
     states = [made.state_dict() for made in users]

@@ -17,6 +17,7 @@ from torch import nn
 
 import bmtrain as bmt
 from bmtrain import wrapper
+from bmtrain.integrations.sharding import shard_model
 
 WORLDS = (1, 2, 4)
 
@@ -394,3 +395,29 @@ def test_wrapping_needs_init():
 def check_needs_init() -> None:
     with pytest.raises(RuntimeError, match="not initialized"):
         bmt.BMTrainModelWrapper(nn.Linear(1, 1))
+
+
+BUFFERS = {
+    "plain": lambda rank: torch.full((3, 4), float(rank)),
+    "expanded": lambda rank: torch.full((1, 4), float(rank)).expand(3, 4),
+    "NaN": lambda rank: torch.tensor([torch.nan, rank]),
+    "expanded NaN": lambda rank: torch.tensor([torch.nan, rank]).expand(3, 2),
+    "a number": lambda rank: torch.tensor(float(rank)),
+    "of one number": lambda rank: torch.tensor(float(rank)).expand(2, 2),
+    "empty": lambda rank: torch.empty(0, 3).expand(2, 0, 3),
+}
+
+
+def buffers_of_rank_0() -> None:
+    model = nn.Linear(2, 2)
+    for name, make in BUFFERS.items():
+        model.register_buffer(name, make(bmt.rank()))
+    strides = {name: buffer.stride() for name, buffer in model.named_buffers()}
+    shard_model(model)
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, BUFFERS[name](0), rtol=0, atol=0, equal_nan=True)
+        assert buffer.stride() == strides[name]
+
+
+def test_buffers_that_share_elements_get_the_values_of_rank_0() -> None:
+    run_ranks(2, buffers_of_rank_0)
