@@ -44,6 +44,18 @@ def require_tensor(name: str, value: Any) -> None:
         raise TypeError(f"{name}: expected a tensor, got {value!r:.80} ({type(value).__name__})")
 
 
+def require_kind(name: str, value: Any, kind: type) -> None:
+    """Raises TypeError unless ``value`` is of a class."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: expected a {kind.__name__}, got {value!r:.80} ({type(value).__name__})")
+
+
+def require_callable(name: str, value: Any) -> None:
+    """Raises TypeError unless ``value`` can be called."""
+    if not callable(value):
+        raise TypeError(f"{name}: expected a function, got {value!r:.80} ({type(value).__name__})")
+
+
 def require_module(name: str, value: Any) -> None:
     """Raises TypeError unless ``value`` is a module."""
     if not isinstance(value, torch.nn.Module):

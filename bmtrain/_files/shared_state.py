@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from .._base.arguments import require_tensor
 from .._ranks.agree import broadcast_json, failing_together
 from .._ranks.comm import wire_device
 from ..global_var import context
@@ -51,6 +52,8 @@ class DistributedTensorWrapper:
     ) -> None:
         if tensor is None and (shape is None or dtype is None):
             raise ValueError(f"shape, dtype: expected both where there is no tensor, got {shape} and {dtype}")
+        if tensor is not None:
+            require_tensor("tensor", tensor)
         self._tensor = tensor if context().topology.rank == 0 else None
         self.shape = torch.Size(tensor.shape if shape is None else shape)  # type: ignore[union-attr]
         self.dtype: torch.dtype = tensor.dtype if dtype is None else dtype  # type: ignore[union-attr]

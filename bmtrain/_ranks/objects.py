@@ -5,10 +5,12 @@ from __future__ import annotations
 import pickle
 from typing import TypeVar
 
+from .._base.arguments import require_kind
 from .._base.deprecate import warn_once
 from .._C import Communicator
 from .context import context
 from .messages import broadcast_bytes, gather_bytes
+from .operands import check_root
 
 T = TypeVar("T")
 
@@ -42,6 +44,7 @@ def allgather_object(obj: T, comm: Communicator) -> list[T]:
         RuntimeError: on all ranks if one rank's object cannot be pickled.
     """
     warn_once("store.allgather_object", "store.allgather_object() is deprecated: call allgather_objects()")
+    require_kind("comm", comm, Communicator)
     return _allgather(obj, comm)
 
 
@@ -72,8 +75,8 @@ def broadcast_object(obj: T, comm: Communicator | None = None, src: int = 0) -> 
     """
     if comm is None:
         comm = context("broadcast_object()").world.comm
-    if not 0 <= src < comm.size:
-        raise ValueError(f"src: expected a rank of the group, 0 to {comm.size - 1}, got {src}")
+    require_kind("comm", comm, Communicator)
+    check_root(src, comm, "src")
     if comm.size == 1:
         return obj
     data, error = _pickled(obj) if comm.rank == src else (None, None)

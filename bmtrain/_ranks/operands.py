@@ -38,11 +38,11 @@ def resolve_comm(name: str, x: Tensor, comm: Communicator | None, argument: str 
     return comm
 
 
-def check_root(root: int, comm: Communicator) -> None:
-    """Raises TypeError or ValueError unless ``root`` is a rank of ``comm``."""
-    require_integer("root", root)
+def check_root(root: int, comm: Communicator, name: str = "root") -> None:
+    """Raises TypeError or ValueError unless ``root``, the argument ``name``, is a rank of ``comm``."""
+    require_integer(name, root)
     if not 0 <= root < comm.size:
-        raise ValueError(f"root: expected a rank of the group, 0 to {comm.size - 1}, got {root}")
+        raise ValueError(f"{name}: expected a rank of the group, 0 to {comm.size - 1}, got {root}")
 
 
 def require_linear(name: str, op: str) -> None:

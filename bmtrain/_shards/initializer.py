@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .._base.arguments import require_callable
+
 
 class ParameterInitializer:
     """An initialiser and its arguments, to be called on the full tensor by :func:`bmtrain.init_parameters`.
@@ -25,10 +27,7 @@ class ParameterInitializer:
     """
 
     def __init__(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        if not callable(func):
-            raise TypeError(
-                f"func: expected a function of a tensor, got {func!r:.80} ({type(func).__name__})"
-            )
+        require_callable("func", func)
         self.func = func
         self._args = args
         self._kwargs = kwargs

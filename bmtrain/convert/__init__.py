@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from .._base.arguments import require_callable, require_integer, require_path
 from .._files.archive_writer import write_archive
 from .._files.safetensors import write_folder, write_safetensors
 from .._files.torch_table import METADATA
@@ -67,6 +68,11 @@ def convert(
     Example:
         >>> convert("run/step-0000100", "Llama-mine", "safetensors", layout="hf-llama")     # doctest: +SKIP
     """
+    require_path("source", source)
+    require_path("target", target)
+    require_callable("report", report)
+    if max_shard_size is not None:
+        require_integer("max_shard_size", max_shard_size, 1)
     path = Path(target)
     kind = to or _kind_of(path)
     if kind not in KINDS:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .._base.arguments import require_integer, require_tensor
+from .._base.arguments import require_callable, require_integer, require_tensor
 from .._base.differentiable_once import differentiable_once
 from .._base.opaque import opaque
 from . import _intercept
@@ -199,6 +199,7 @@ def tiled(function: Callable[[Tensor], Tensor], x: Tensor, tiles: int) -> Tensor
         >>> tiled(mlp, torch.ones(2, 6, 4), tiles=3).shape
         torch.Size([2, 6, 4])
     """
+    require_callable("function", function)
     require_tensor("x", x)
     if x.dim() < 2:
         raise ValueError(f"x: expected (batch, tokens, ...), got shape {tuple(x.shape)}")

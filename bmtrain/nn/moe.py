@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from .._base.arguments import require_integer, require_tensor
+from .._base.arguments import require_callable, require_integer, require_tensor
 from .._base.precision import as_autocast_has_it
 from .._engine.experts import run_experts
 from ..global_var import context
@@ -52,8 +52,7 @@ class Experts(DistributedModule):
         ep_size = context("nn.Experts").topology.ep_size
         if require_integer("num_experts", num_experts, 1) % ep_size:
             raise ValueError(f"num_experts: expected a multiple of ep_size {ep_size}, got {num_experts}")
-        if not callable(act):
-            raise TypeError(f"act: expected a function of a tensor, got {act!r:.80} ({type(act).__name__})")
+        require_callable("act", act)
         self.dim, self.hidden_dim, self.num_experts = dim, hidden_dim, num_experts
         self.act = act
         draw = torch.nn.init.xavier_normal_

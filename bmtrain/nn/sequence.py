@@ -107,7 +107,8 @@ def token_mean(losses: torch.Tensor, weights: torch.Tensor | None = None) -> tor
     require_tensor("losses", losses)
     if weights is None:
         weights = torch.ones_like(losses)
-    elif weights.shape != losses.shape:
+    require_tensor("weights", weights)
+    if weights.shape != losses.shape:
         raise ValueError(f"weights: expected shape {tuple(losses.shape)}, got {tuple(weights.shape)}")
     weights = weights.to(torch.promote_types(losses.dtype, torch.float32)).detach()  # fp16 has no 70,000
     # Not a product: the loss of a token that does not count may be inf or NaN.

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from .._base.arguments import require_dtype, require_integer, require_module
 from .._engine.selective import KeptResults, is_expensive
 from ..block_layer import Block
 from ..optim._rules import RULES, Member, Rules, homes_in, table_of
@@ -53,6 +54,7 @@ def describe_module(
         >>> described.num_parameters, described.blocks[0].flops
         (144, 384.0)
     """
+    require_module("module", module)
     for member in module.modules():
         stages = member.stages if isinstance(member, PipelineTransformerBlockList) else 1
         divided: Any = (p for p in member._parameters.values() if getattr(p, "_slices", None) == "tp")
@@ -423,6 +425,13 @@ def describe_config(
         >>> round(llama.num_parameters / 1e9, 1)
         6.7
     """
+    if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
+        raise TypeError(
+            f"config: expected a configuration or a dict, got {config!r:.80} ({type(config).__name__})"
+        )
+    if seq_len is not None:
+        require_integer("seq_len", seq_len, 1)
+    require_dtype("dtype", dtype)
     values: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
     kind = str(values.get("model_type", "decoder"))
     if values.get("is_encoder_decoder"):

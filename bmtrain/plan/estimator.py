@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 
+from .._base.arguments import require_integer, require_kind
 from .._engine.pipe_schedule import idle_share
 from .._engine.policy import Recompute
 from ..errors import DoesNotFitError
 from .disk import DiskEstimate, on_disk, pinned_bytes
 from .estimates import MemoryEstimate, TimeEstimate
 from .machine import Machine
-from .model import FlatBuffer, ModelDescription, adam_bytes
+from .model import MOMENT_BYTES, FlatBuffer, ModelDescription, adam_bytes
 from .network import NUM_OWN, NUM_OWN_RECOMPUTING, Network
-from .policy import DISK, TrainingPolicy
+from .policy import DISK, OPTIMIZERS, TrainingPolicy
 from .simulated_shards import Widths
 from .simulation import Rates, SimulatedStep, StepResult
 
@@ -150,6 +151,12 @@ def model_state_bytes(
         disk: gives what the block of a number keeps on drives, which does not count.
         num_sharing_experts: that share its experts; default: as many as share other parameters.
     """
+    require_kind("model", model, ModelDescription)
+    require_integer("num_ranks", num_ranks, 1)
+    if state_dtype not in MOMENT_BYTES:
+        raise ValueError(f"state_dtype: expected float32, bfloat16 or int8, got {state_dtype}")
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer: expected 'adam' or 'muon', got {optimizer!r}")
     sizes = {"weights": 0, "gradients": 0, "optimizer": 0}
     for number, block in enumerate(model.blocks):
         of_block, kept = dict.fromkeys(sizes, 0), disk(number)
@@ -202,6 +209,9 @@ def estimate(
         (True, 'compute')
     """
     policy = TrainingPolicy() if policy is None else policy
+    require_kind("model", model, ModelDescription)
+    require_kind("machine", machine, Machine)
+    require_kind("policy", policy, TrainingPolicy)
     _check_places(machine, policy)
     run = _Run(model, machine, policy)
     result = run.simulated(ring_gather)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from .._base.arguments import require_integer, require_number
+
 __all__ = ["MACHINES", "Machine"]
 
 GB = 1e9
@@ -65,12 +67,13 @@ class Machine:
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "devices_per_node"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+            require_integer(name, getattr(self, name), 1)
         bandwidths = (f"{name}_bandwidth" for name in ("memory", "link", "network", "pcie", "host", "disk"))
         for name in ("memory", "flops", *bandwidths):
+            require_number(name, getattr(self, name))
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}: expected more than 0, got {getattr(self, name)}")
+        require_number("efficiency", self.efficiency)
         if not 0 < self.efficiency <= 1:
             raise ValueError(f"efficiency: expected more than 0 and at most 1, got {self.efficiency}")
 
@@ -97,7 +100,7 @@ class Machine:
         Raises:
             ValueError: a number above one node's that does not fill its last node.
         """
-        if num_devices <= self.devices_per_node:
+        if require_integer("num_devices", num_devices, 1) <= self.devices_per_node:
             return self.sized(num_nodes=1, devices_per_node=num_devices)
         if num_devices % self.devices_per_node:
             raise ValueError(

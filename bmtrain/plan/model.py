@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .._base.arguments import require_integer
 from .._C import FlatLayout
 from .._engine.outside import SMALL_BYTES
 
@@ -318,6 +319,16 @@ def transformer(
         element_size: bytes of an element of parameters and activations.
         scores: attention keeps its scores for backward.
     """
+    sizes = {"num_layers": num_layers, "dim_model": dim_model, "num_heads": num_heads, "dim_ff": dim_ff}
+    sizes |= {
+        "num_kv_heads": num_kv_heads,
+        "dim_head": dim_head,
+        "vocab_size": vocab_size,
+        "seq_len": seq_len,
+    }
+    for argument, value in sizes.items():
+        require_integer(argument, value, 1)
+    require_integer("num_positions", num_positions, 0)
     inner, narrow = num_heads * dim_head, num_kv_heads * dim_head
     qkv, widths = inner + 2 * narrow, [dim_ff] * (2 if gated else 1)
     rows = [qkv, inner, *widths, dim_ff]
@@ -411,10 +422,9 @@ def gpt2(
         >>> round(gpt2(12, 768, 12).num_parameters / 1e6)
         124
     """
-    sizes = {"num_layers": num_layers, "dim_model": dim_model, "num_heads": num_heads, "seq_len": seq_len}
-    for argument, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{argument}: expected at least 1, got {value}")
+    require_integer("dim_model", dim_model, 1)
+    require_integer("num_heads", num_heads, 1)
+    require_integer("seq_len", seq_len, 1)
     if dim_head is None and dim_model % num_heads:
         raise ValueError(
             f"num_heads: expected a divisor of dim_model = {dim_model}, got {num_heads}; or give dim_head (--dim-head)"

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from .._base.arguments import require_integer, require_number
 from .._engine.pipe_schedule import actions_of, check_schedule, peak_micros
 from .._engine.policy import BlockPolicy, Recompute
 
@@ -14,6 +15,7 @@ __all__ = ["DISK", "TrainingPolicy"]
 
 #: What blocks can keep on drives.
 DISK = ("parameters", "gradients", "optimizer")
+OPTIMIZERS = ("adam", "muon")
 
 
 @dataclass(frozen=True)
@@ -83,16 +85,17 @@ class TrainingPolicy:
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "accumulate", "tp_size", "pipe_size", "sp_size", "ep_size", "micros"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+            require_integer(name, getattr(self, name), 1)
         if self.vertical and self.pipe_size > 1:
             raise ValueError(f"vertical: expected pipe_size=1, got {self.pipe_size}")
         check_schedule(self.schedule, self.pipe_size, self.micros, self.chunks)
+        for name in ("offload", "host_share", "disk_share"):
+            require_number(name, getattr(self, name))
         on_host, is_muon, is_whole = self.parameters == "host", self.optimizer == "muon", self.host_share == 1
         disk = self.disk
         for name, fits, expected in (
             ("offload", 0 <= self.offload <= 1, "0 to 1"),
-            ("optimizer", self.optimizer in ("adam", "muon"), "'adam' or 'muon'"),
+            ("optimizer", self.optimizer in OPTIMIZERS, "'adam' or 'muon'"),
             ("offload", not is_muon or self.offload in (0, 1), "0 or 1 with 'muon'"),
             ("parameters", self.parameters in ("device", "host"), "'device' or 'host'"),
             ("level", not on_host or self.level >= 2, "2 or 3 with parameters='host'"),

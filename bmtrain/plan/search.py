@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from .._base.arguments import require_kind
 from .._engine.policy import Recompute
 from .estimator import Plan, estimate
 from .machine import Machine
@@ -44,6 +45,7 @@ def choose_policy(
         True
     """
     base = TrainingPolicy() if base is None else base
+    require_kind("base", base, TrainingPolicy)
     at_least_2 = base.parameters == "host" or "parameters" in base.disk  # see BlockPolicy
     lowest = 2 if at_least_2 else int("gradients" in base.disk)
     best: Plan | None = None
@@ -141,6 +143,7 @@ def remedies(plan: Plan) -> list[str]:
         >>> plan.fits, remedies(plan)[-1]
         (False, '4 devices instead of 2 (--nodes 2)')
     """
+    require_kind("plan", plan, Plan)
     if plan.fits:
         return []
     found, kinds = [], set()

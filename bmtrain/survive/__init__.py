@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .._base.arguments import require_integer
+from .._base.arguments import require_callable, require_integer
 from ..global_var import context
 
 __all__ = ["exceptions", "register", "steps"]
@@ -52,8 +52,7 @@ def register(name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> N
         >>> bmtrain.survive.register("counts", counts.copy, counts.update)
     """
     for what, function in (("get", get), ("set", set)):
-        if not callable(function):
-            raise TypeError(f"{what}: expected a function, got {type(function).__name__}")
+        require_callable(what, function)
     survival = context("survive.register").survival
     if survival is not None:
         survival.user_state[str(name)] = get, set

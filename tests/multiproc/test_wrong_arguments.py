@@ -15,6 +15,8 @@ from harness import run_process, run_ranks
 from wrong_calls import LEFT_OUT, TABLES, WRONG
 
 import bmtrain
+import bmtrain.convert
+import bmtrain.plan
 from bmtrain import debug, inspect, loss, lr_scheduler, memory, nccl, nn, optim, timeline, utils, weights
 from bmtrain.distributed import checkpoint
 
@@ -22,6 +24,7 @@ from bmtrain.distributed import checkpoint
 DISPATCHED = ("operators", "updates")
 MODULES = (
     *(bmtrain, bmtrain.distributed, checkpoint, debug, inspect, loss, lr_scheduler, memory, nccl, nn, optim),
+    *(bmtrain.convert, nn.functional, nn.sequence, bmtrain.plan, bmtrain.store),
     *(bmtrain.survive, timeline, utils, weights),
 )
 

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 from .core import classes, operators, updates
 from .exchange import collectives
-from .files import checkpoints, model_files
+from .files import checkpoints, model_files, objects
 from .helpers import helpers
 from .inspecting import inspection
 from .kinds import WRONG, Calls
 from .left_out import LEFT_OUT
-from .models import layers, losses, wrappers
+from .models import layers, losses, tokens, wrappers
+from .planning import conversions, plans
 from .storage import storage
 from .training import managers, momentum_optimizers, optimizers, schedules
 
@@ -28,7 +29,9 @@ TABLES: dict[str, Callable[[], Calls]] = {
         wrappers,
         layers,
         losses,
+        tokens,
         model_files,
+        objects,
         checkpoints,
         operators,
         updates,
@@ -36,5 +39,7 @@ TABLES: dict[str, Callable[[], Calls]] = {
         storage,
         inspection,
         helpers,
+        plans,
+        conversions,
     )
 }

@@ -12,7 +12,7 @@ from bmtrain.distributed import checkpoint
 
 from .kinds import Calls
 
-__all__ = ["checkpoints", "model_files"]
+__all__ = ["checkpoints", "model_files", "objects"]
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="bmtrain-wrong-calls-")
 
@@ -23,6 +23,29 @@ def model_files() -> Calls:
     file = Path(_FOLDER.name, "model.pt")
     arguments = {"model": ("module", model), "file_name": ("path", file)}
     return {"save": (bmt.save, arguments), "load": (bmt.load, arguments)}
+
+
+def objects() -> Calls:
+    """`bmtrain.store`: state dicts of rank 0, and objects of all ranks."""
+    store, world = bmt.store, bmt.config["comm"]
+    return {
+        "DistributedStateDictWrapper": (
+            store.DistributedStateDictWrapper,
+            {"state_dict": ("a dict", {"weight": torch.ones(2)})},
+        ),
+        "DistributedTensorWrapper": (
+            store.DistributedTensorWrapper,
+            {"tensor": ("a tensor", torch.ones(2))},
+        ),
+        "allgather_object": (
+            lambda comm: store.allgather_object(1, comm),
+            {"comm": ("a comm", world)},
+        ),
+        "broadcast_object": (
+            lambda comm, src: store.broadcast_object(1, comm, src),
+            {"comm": ("comm", world), "src": ("rank", 0)},
+        ),
+    }
 
 
 def checkpoints() -> Calls:

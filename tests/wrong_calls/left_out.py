@@ -7,11 +7,13 @@ __all__ = ["LEFT_OUT"]
 _BY_REASON = {
     "takes no arguments": (
         *("InspectTensorManager", "build_info", "exceptions", "getUniqueId", "groupEnd", "groupStart"),
+        *("finish_background_save", "whole_sequences"),
         *("inspect_tensor", "load_nccl_pypi", "no_sync", "rank", "record_from_environment", "synchronize"),
         *("wait_loader", "world_size"),
     ),
     "takes anything: prints it, keeps it by a name, or makes text of it": (
         *(
+            "allgather_objects",
             "append",
             "check_torch_version",
             "clear",
@@ -25,7 +27,12 @@ _BY_REASON = {
     ),
     "is made by the library, not by its user": (
         *("Checkpoint", "CheckpointHandle", "MemoryReport", "NCCLCommunicator", "Span", "Summary"),
+        *("MemoryEstimate", "Plan", "SaveHandle", "TimeEstimate"),
     ),
+    "numbers, as gpt2() and describe_module() count them": (
+        *("BlockDescription", "FlatBuffer", "ModelDescription", "OutsideParameter"),
+    ),
+    "of the command `convert`, which calls them: tests/unit/test_convert.py": ("add_arguments", "run"),
     "only names choices": ("Recompute", "ReduceType"),
     "a base class; what derives from it is in the tables": ("DistributedModule", "WarmupLRScheduler"),
     "another name of what is in a table": ("CheckpointBlock", "Timeline"),

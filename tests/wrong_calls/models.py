@@ -11,7 +11,7 @@ from bmtrain import _C
 
 from .kinds import Calls
 
-__all__ = ["layers", "losses", "wrappers"]
+__all__ = ["layers", "losses", "tokens", "wrappers"]
 
 X = torch.ones(4)
 
@@ -108,6 +108,32 @@ def layers() -> Calls:
         {"async_chunks": ("positive", 2)},
     )
     return made
+
+
+def tokens() -> Calls:
+    """`bmtrain.nn.functional` and `bmtrain.nn.sequence`."""
+    heads, values = torch.ones(1, 2, 3, 4), torch.ones(3)
+    return {
+        "attention": (
+            lambda q, k, v, window: bmt.nn.functional.attention(q, k, v, window=window),
+            {
+                **dict.fromkeys("qkv", ("a tensor", heads)),
+                "window": ("optional positive", 2),
+            },
+        ),
+        "tiled": (
+            bmt.nn.functional.tiled,
+            {
+                "function": ("callable", torch.tanh),
+                "x": ("a tensor", heads[0]),
+                "tiles": ("positive count", 2),
+            },
+        ),
+        "token_mean": (
+            bmt.nn.sequence.token_mean,
+            {"losses": ("a tensor", values), "weights": ("mask", torch.ones(3))},
+        ),
+    }
 
 
 def losses() -> Calls:
