@@ -31,7 +31,7 @@ CORE = {
     "common": ("common", 916),
     "comm": ("comm", 6717),
     "shard": ("shard", 2757),
-    "disk": ("disk", 844),
+    "disk": ("disk", 846),
     "optim": ("optim", 2087),
     "cpu": ("cpu", 2242),
     "cuda": ("cuda", 1473),

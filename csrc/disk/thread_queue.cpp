@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <utility>
 
 namespace bmtrain {
 
@@ -33,8 +34,9 @@ void ThreadQueue::submit(int buffer) {
     return moved < 0 ? -static_cast<std::int64_t>(errno) : moved;
   };
   const auto task = std::make_shared<std::packaged_task<std::int64_t()>>(move);
-  results_[static_cast<std::size_t>(buffer)] = task->get_future();
+  std::future<std::int64_t> result = task->get_future();
   threads_->run([task] { (*task)(); });
+  results_[static_cast<std::size_t>(buffer)] = std::move(result);
 }
 
 std::int64_t ThreadQueue::complete(int buffer) {

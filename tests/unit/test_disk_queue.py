@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import run_process
+from harness.sanitized import build_with_torch, run_driver
 
 from bmtrain import _C
 from bmtrain._C import DiskFile, DiskQueue
@@ -237,6 +238,18 @@ def test_forked_child_is_refused(back_end: str, tmp_path: Path) -> None:
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     queue.wait(0)
+
+
+@pytest.mark.slow
+def test_a_transfer_that_cannot_start_is_an_error(tmp_path: Path) -> None:
+    units = {
+        "driver": ["tests/cpp/disk_queue_driver.cpp"],
+        "core": [
+            "csrc/disk/*.cpp",
+            *(f"csrc/common/{name}.cpp" for name in ("thread_pool", "latch", "race_point")),
+        ],
+    }
+    run_driver(build_with_torch(tmp_path, units, "undefined"))
 
 
 def test_container_without_io_uring(tmp_path: Path) -> None:
