@@ -65,8 +65,10 @@ def all_gather(x: Tensor, comm: Communicator | None = None) -> Tensor:
         comm: communicator; default all ranks.
 
     Returns:
-        a new tensor of shape ``(size, *x.shape)``. Backward takes this rank's own slice of the gradient: multiply a
-        loss over all ranks' tensors (contrastive losses), which each rank computes, by ``bmtrain.world_size()``.
+        a new tensor of shape ``(size, *x.shape)``. Backward takes this rank's own slice of this rank's gradient:
+        multiply a loss over all ranks' tensors (contrastive losses), which each rank computes, by
+        ``bmtrain.world_size()``. A loss of this rank's rows against the columns of all ranks needs the gradients of
+        the other ranks' losses as well: concatenate :func:`broadcast` from each rank, whose backward sums them.
 
     Raises:
         RuntimeError: before `init_distributed`.

@@ -272,3 +272,30 @@ def loss_over_all_ranks() -> None:
 @WORLDS
 def test_a_loss_over_all_ranks_is_multiplied_by_their_number(world: int) -> None:
     run_ranks(world, loss_over_all_ranks)
+
+
+def rows_against_all_columns(way: str) -> None:
+    """Both remedies for contrastive losses that `all_gather` names, against one process."""
+    size, rank = bmtrain.world_size(), bmtrain.rank()
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(3 * size, 5, generator=generator).requires_grad_()
+    target = torch.arange(3 * size)
+    torch.nn.functional.cross_entropy(whole @ whole.sin().t(), target).backward()
+    rows = slice(3 * rank, 3 * rank + 3)
+    x = whole.detach()[rows].clone().requires_grad_()
+    if way == "all rows":
+        columns = distributed.all_gather(x).flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(columns @ columns.sin().t(), target)
+        (loss * size).backward()
+    else:
+        sources = [x if r == rank else x.detach().requires_grad_() for r in range(size)]
+        columns = torch.cat([distributed.broadcast(source, r) for r, source in enumerate(sources)])
+        loss = torch.nn.functional.cross_entropy(x @ columns.sin().t(), target[rows])
+        loss.backward()
+    torch.testing.assert_close(x.grad / size, whole.grad[rows])
+
+
+@WORLDS
+@pytest.mark.parametrize("way", ["all rows", "own rows"])
+def test_contrastive_losses_have_the_gradients_of_one_process(world: int, way: str) -> None:
+    run_ranks(world, rows_against_all_columns, way)
