@@ -325,7 +325,7 @@ class BlockCall:
 
 
 class NoCaches:
-    """Disables autocast's cache and that of parametrizations, whose tensors would be of an earlier gather or call."""
+    """Disables the caches of autocast and of parametrizations, whose tensors would be of an earlier gather or call."""
 
     __slots__ = ("_were_enabled",)
 
