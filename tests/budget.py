@@ -15,16 +15,16 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Storey, from the bottom, or folder -> what belongs to it, and its ceiling. A commit that raises a ceiling gives the
 #: reason in its message.
 PYTHON = {
-    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2467),
+    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2511),
     "watch": ("_watch", 1953),
-    "ranks": ("_ranks global_var nccl synchronize utils", 4217),
-    "shards": ("_shards parameter", 1969),
-    "engine": ("_engine", 8562),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5703),
-    "files": ("_files dcp distributed store weights", 4666),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_207),
-    "survive": ("_survive survive", 2760),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_937),
+    "ranks": ("_ranks global_var nccl synchronize utils", 4226),
+    "shards": ("_shards parameter", 1999),
+    "engine": ("_engine", 8615),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5719),
+    "files": ("_files dcp distributed store weights", 4669),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_218),
+    "survive": ("_survive survive", 2759),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_983),
 }
 CORE = {
     "bindings": (". bindings ops", 1430),
