@@ -112,6 +112,15 @@ def test_a_wrong_number_of_lists_raises(formula, number):
         step_of_groups(formula, [[], [], []], [], [])
 
 
+@pytest.mark.parametrize("sizes", [[3, 1], [1, 1], [-1, 4]])
+@pytest.mark.parametrize(("kind", "options"), [("adam", ADAM), ("sgd", SGD), ("lion", LION)])
+def test_groups_that_do_not_have_all_tensors_raise(kind, options, sizes):
+    of = Lists(kind, torch.float32)
+    rest = {"adam": [[1] * len(SIZES)], "sgd": [[False] * len(SIZES)], "lion": []}[kind]
+    with pytest.raises(ValueError, match=f"{kind}: sizes: expected"):
+        step_of_groups(kind, [of.weights, of.rounded, of.grads, *of.state, *rest], sizes, [options] * 2)
+
+
 @pytest.mark.parametrize("size", [0, 3, 100_001])
 def test_a_copy_and_its_sum(size):
     tensor = torch.randn(size).to(torch.bfloat16)

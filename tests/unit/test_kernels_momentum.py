@@ -186,6 +186,7 @@ WRONG: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"grads": [torch.zeros(3)]}, ValueError, r"grads\[0\]: expected 4 elements like weights, got 3"),
     ({"grads": [torch.zeros(4).double()]}, TypeError, r"grads\[0\]: expected float32, float16 or bfloat16"),
     ({"momenta": [torch.zeros(4).bfloat16()]}, TypeError, r"momenta\[0\]: expected float32, got BFloat16"),
+    ({"momenta": [torch.zeros(3)]}, ValueError, r"momenta\[0\]: expected 4 elements like weights, got 3"),
     ({"rounded": [torch.zeros(4)]}, TypeError, r"rounded\[0\]: expected float16 or bfloat16, got Float"),
     ({"momenta": [torch.zeros(4)] * 2}, ValueError, "expected lists of one length, got weights 1, rounded 0"),
     ({"weights": [torch.zeros(8)[::2]]}, TypeError, r"weights\[0\]: expected a contiguous tensor"),

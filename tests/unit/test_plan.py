@@ -404,6 +404,7 @@ def test_a_remedy_is_the_least_change_of_its_kind(layers: int, options: dict[str
     expected = [*least.values(), *(f"--nodes {n}" for n in fitting[:1])]
     plan = estimate(model, machine, policy)
     assert not plan.fits
+    assert not remedies(estimate(SMALL, machine, policy))
     assert [change.rpartition("(")[2].removesuffix(")") for change in remedies(plan)] == expected
     assert len(expected) > 1
 
@@ -430,6 +431,29 @@ def test_the_chosen_policy_is_the_fastest_of_all(machine: Machine) -> None:
     assert chosen is not None
     assert chosen.fits
     assert chosen.samples_per_second == pytest.approx(max(speeds), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero_size": 2},
+        {"gather_dtype": torch.bfloat16},
+        {"disk": DISK},
+        {"survive": True},
+        {"parameters": "host"},
+        {"level": 1, "accumulate": 2},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_other_choices_stay(options: dict[str, Any]) -> None:
+    """Where something fits, and where nothing does."""
+    machine = MACHINES["v100-32gb"].with_devices(4)
+    for layers, dim in ((2, 256), (4, 32768)):
+        model = gpt2(layers, dim, 64, dtype=torch.float32)
+        chosen = choose_policy(model, machine, TrainingPolicy(**options))
+        assert chosen is not None or dim > 256
+        for name in options if chosen is not None else ():
+            assert name == "level" or getattr(chosen.policy, name) == options[name]
 
 
 def test_blocks_on_the_host_are_copied_for_each_pass() -> None:
