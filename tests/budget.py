@@ -20,7 +20,7 @@ PYTHON = {
     "ranks": ("_ranks global_var nccl synchronize utils", 4226),
     "shards": ("_shards parameter", 1999),
     "engine": ("_engine", 8615),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5719),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5714),
     "files": ("_files dcp distributed store weights", 4669),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_218),
     "survive": ("_survive survive", 2759),

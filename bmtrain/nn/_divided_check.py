@@ -32,6 +32,18 @@ from ._sequences import Sequences, current_sequences
 _NUM_TOKENS = 32  # of one sequence, at most
 #: Values in their place. Labels of `shard_sequence` are shifted: a loss must be one of ``shift_labels`` alone.
 _LABELS: dict[str, Any] = {"labels": -100, "shift_labels": 0, "num_items_in_batch": 5}
+_NO_SUM = (
+    "not the sum of the losses of 'shift_labels' divided by 'num_items_in_batch', so that its mean over ranks is not "
+    "the mean over tokens; expected a model without labels, whose loss is bmtrain.nn.sequence.token_mean of the "
+    "losses of tokens ('shift_labels' in the batch given to shard_sequence() are labels as they are, 'labels' the "
+    "tokens themselves)"
+)
+_MIXED = (
+    "other for some tokens together than for the first and the second half of them, even without attention: the model "
+    "mixes tokens (a convolution, a recurrence, a pooling, an attention that is not torch's "
+    "scaled_dot_product_attention or bmtrain.nn.functional.attention), or counts positions instead of taking "
+    "position_ids; its sequences cannot be divided over ranks"
+)
 #: Modules that were checked, in training (True) or in evaluation.
 _checked: weakref.WeakKeyDictionary[torch.nn.Module, set[bool]] = weakref.WeakKeyDictionary()
 
@@ -110,12 +122,8 @@ def _complaint(
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > 1]
     if not is_model and all(x.shape[1] != num_own for x in tensors):
         return None
-    kwargs = {
-        name: torch.full_like(value, _LABELS[name])
-        if name in _LABELS and isinstance(value, Tensor)
-        else value
-        for name, value in kwargs.items()
-    }
+    labels = {name: kwargs[name] for name in _LABELS if isinstance(kwargs.get(name), Tensor)}
+    kwargs = {**kwargs, **{name: torch.full_like(x, _LABELS[name]) for name, x in labels.items()}}
     has_labels = not kwargs.keys().isdisjoint(("labels", "shift_labels"))
     tokens = min(num_own, _NUM_TOKENS)
     runs = []
@@ -136,23 +144,10 @@ def _complaint(
             f"{whole.random}: random numbers (not by dropout) in a model whose tokens are divided: ranks would draw "
             "the same for different tokens; do without"
         )
-    for name, together in whole.results.items():
-        parts = [run.results.get(name) for run in halves]
-        if has_labels and together.dim() == 0:
-            if not _is_sum(together, parts):
-                return (
-                    f"{name}: not the sum of the losses of 'shift_labels' divided by 'num_items_in_batch', so that its "
-                    "mean over ranks is not the mean over tokens; expected a model without labels, whose loss is "
-                    "bmtrain.nn.sequence.token_mean of the losses of tokens ('shift_labels' in the batch given to "
-                    "shard_sequence() are labels as they are, 'labels' the tokens themselves)"
-                )
-        elif not _is_joined(together, parts):
-            return (
-                f"{name}: other for some tokens together than for the first and the second half of them, even without "
-                "attention: the model mixes tokens (a convolution, a recurrence, a pooling, an attention that is not "
-                "torch's scaled_dot_product_attention or bmtrain.nn.functional.attention), or counts positions instead "
-                "of taking position_ids; its sequences cannot be divided over ranks"
-            )
+    for name, result in whole.results.items():
+        is_loss = has_labels and result.dim() == 0
+        if not (_is_sum if is_loss else _is_joined)(result, [run.results.get(name) for run in halves]):
+            return f"{name}: {_NO_SUM if is_loss else _MIXED}"
     if is_model and not whole.num_attentions:
         return (
             f"{type(model).__name__}: no attention by torch's scaled_dot_product_attention, transformers' attention "
