@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,30 @@ def overflow_of_one_rank(where: int) -> list[tuple[float, bool]]:
 def test_an_overflow_of_one_rank_skips_the_step_of_all(where: int) -> None:
     expected = [(8.0, True), (4.0, False), (4.0, True), (8.0, True), (8.0, True)]
     assert run_ranks(2, overflow_of_one_rank, where) == [expected] * 2
+
+
+def train_by_two_optimizers(scaler: Any) -> list[tuple[float, ...]]:
+    """Scale and weights, step by step; the gradient of the first, the second, both or none overflows."""
+    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([p], lr=1.0) for p in params]
+    seen = []
+    for bad in ((0,), (1,), (0, 1), (), (), ()):
+        for number, (p, optimizer) in enumerate(zip(params, optimizers, strict=True)):
+            p.grad = torch.full_like(p, math.inf if number in bad else 3.0)
+            scaler.step(optimizer)
+        scaler.update()
+        seen.append((scaler.get_scale(), *(p.item() for p in params)))
+    return seen
+
+
+def by_both_scalers() -> None:
+    made = [torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2) for _ in range(2)]
+    made[1].scale(torch.ones(1))  # it has a state from here on
+    assert train_by_two_optimizers(SharedScaler(made[0])) == train_by_two_optimizers(made[1])
+
+
+def test_an_overflow_of_one_of_two_optimizers_lowers_the_scale() -> None:
+    run_ranks(1, by_both_scalers)
 
 
 def exchange() -> None:
