@@ -311,6 +311,33 @@ def test_a_model_and_its_optimizer_are_prepared_together(kind: Any) -> None:
         assert found == pytest.approx(expected, abs=1e-6)
 
 
+def train_two_models(shares: bool, is_sharded: bool) -> list[float]:
+    """Losses of two models; the optimizers, or the one that both share, have trained for two steps before."""
+    models = [net(), torch.nn.Sequential(net(), torch.nn.Linear(1, 1))]
+    params = [list(model.parameters()) for model in models]
+    optimizers = [
+        torch.optim.AdamW(part, lr=0.01) for part in ([params[0] + params[1]] if shares else params)
+    ]
+    backward, found = torch.Tensor.backward, []
+    for number in (2, 3):
+        for model, optimizer in zip(models, optimizers * (1 + shares), strict=True):
+            found += losses(model, optimizer, backward, number)
+        if is_sharded and number == 2:
+            from bmtrain.integrations.accelerate import Accelerator
+
+            accelerator = Accelerator(cpu=True)
+            prepared = list(accelerator.prepare(*models, *optimizers))
+            models, optimizers, backward = prepared[:2], prepared[2:], accelerator.backward
+    return found
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_two_models_are_prepared_together(shares: bool) -> None:
+    expected = train_two_models(shares, False)
+    for found in run_ranks(2, train_two_models, shares, True, timeout=120):
+        assert found == pytest.approx(expected, abs=1e-6)
+
+
 def prepared_layer(wrap: str, is_set: bool) -> tuple[int, str, float]:
     """Level and recomputation of a Block that is made for a trainer, and the largest value of a buffer of rank 1."""
     from bmtrain.integrations.accelerate import Accelerator
