@@ -161,7 +161,7 @@ class BlockState:
         """Called before the reductions start, where anything is on a drive."""
 
     def end_reduce(self, buffers: Sequence[ShardedBuffer]) -> None:
-        """Called when the gradients have reached their shards, and the listeners know it."""
+        """Called when the gradients have reached their shards, and the listeners have used them."""
 
     def cancel_backward(self, buffers: Sequence[ShardedBuffer]) -> None:
         """Drops the gradients of a backward that failed."""

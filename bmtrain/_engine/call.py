@@ -16,7 +16,7 @@ moments of a call: recomputation (`recompute.py`), activations on the host (`off
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -357,23 +357,22 @@ def kept_alive(block: BlockState, result: Any, given: Collection[int] = ()) -> A
     return replace_tensors(result, copied_out)
 
 
+@cache
 def refuse_parameters_as_inputs() -> None:
     """Makes a Block's parameters an error among the inputs of ``torch.autograd.grad()`` and ``backward(inputs=)``."""
     autograd: Any = torch.autograd
     plain = autograd._engine_run_backward  # which both call, by whatever names they were imported
-    if hasattr(plain, "_bmtrain"):
-        return
 
     @wraps(plain)
     def run(outputs: Any, grads: Any, keep: Any, create: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         for param in inputs:
-            is_inside = getattr(param, "_block", None) is not None and not param._is_full()
-            if is_inside or getattr(param, "_is_inside", False):
+            block = getattr(param, "_block", None)
+            is_inside = block is not None and block.runtime().open_calls and not param._is_full()
+            if is_inside or getattr(param, "_is_inside", False):  # else only a graph of the shard leads there
                 raise RuntimeError(
                     f"torch.autograd.grad() or backward(inputs=...): got {param._label} of a Block, to which no graph "
                     "leads; use backward(), with requires_grad_(False) on parameters that get none, in forward too"
                 )
         return plain(outputs, grads, keep, create, inputs, *args, **options)
 
-    run._bmtrain = True  # type: ignore[attr-defined]
     autograd._engine_run_backward = autograd.graph._engine_run_backward = run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._C import Communicator, ShardedBuffer
@@ -62,7 +62,8 @@ class DiskBlockState(BlockState):
     def finish_gather(self) -> None:
         super().finish_gather()
         for shard in self.stored:
-            if shard.buffer.gathered_bytes:  # else the shard is the gathered buffer
+            # An update may need them; without gathered bytes, the shard is the gathered buffer.
+            if shard.buffer.gathered_bytes and not shard.tier.precedes_updates:
                 shard.rest_parameters()
 
     def drop_gathered(self) -> None:
@@ -71,13 +72,16 @@ class DiskBlockState(BlockState):
         if was_gathered and not self.is_gathered:
             self._rest()
 
-    def begin_step(self) -> None:
-        """Called before a step reads and writes the files."""
+    def begin_update(self, *, is_early: bool) -> None:
+        """Called before an update reads and writes the files, or inside backward what is in memory."""
         for update in tuple(self.pending):
             update.finish_together()
         self.drop_gathered()
-        self._rest()
         for shard in self.stored:
+            if not is_early:
+                shard.require_gradients()
+            shard.waits_for_update &= is_early
+            shard.rest_parameters()
             shard.note_changes()
 
     def _rest(self) -> None:
@@ -85,6 +89,17 @@ class DiskBlockState(BlockState):
             shard.rest_parameters()
 
     # ---- gradients
+
+    def begin_backward(
+        self, trains: Mapping[ShardedBuffer, list[bool]], under_way: Sequence[ShardedBuffer], in_turn: bool
+    ) -> None:
+        for shard in self.stored:
+            if shard.buffer in trains:
+                shard.require_gradients()
+        super().begin_backward(trains, under_way, in_turn)
+        for shard in self.stored:
+            flags = trains.get(shard.buffer, [False])
+            shard.waits_for_update = shard.tier.precedes_updates and all(flags)
 
     def prepare_reduce(self, buffers: Sequence[ShardedBuffer]) -> None:
         for shard in self.stored:
@@ -94,7 +109,13 @@ class DiskBlockState(BlockState):
     def end_reduce(self, buffers: Sequence[ShardedBuffer]) -> None:
         for shard in self.stored:
             if shard.buffer in buffers:
-                shard.send_gradients()
+                shard.deliver_gradients()
+                shard.stop_waiting()
+
+    def cancel_backward(self, buffers: Sequence[ShardedBuffer]) -> None:
+        super().cancel_backward(buffers)
+        for shard in self.stored:
+            shard.stop_waiting()
 
 
 def state_of(engine: Any, label: str, buffers: Sequence[ShardedBuffer], policy: BlockPolicy) -> BlockState:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from .._base.unseen import gradient_of
 from .._C import ShardedBuffer, lend
 from .._ranks.agree import failing_together
-from .._shards.at_rest import finish_update
+from .._shards.at_rest import finish_update, stored_shard_of
 from ..errors import DiskError
 from .disk_tier import AHEAD, DiskTier, SealedArray, StoredArray, aligned, sealed
 
@@ -39,6 +39,7 @@ class StoredShard:
         self, tier: DiskTier, label: str, buffer: ShardedBuffer, *, parameters: bool, gradients: bool
     ) -> None:
         self.tier = tier
+        self.label = label
         self.buffer = buffer
         self.members: Sequence[Any] = buffer.parameters
         shard = buffer.shard
@@ -63,6 +64,10 @@ class StoredShard:
         self._fetched: Any = None  # when they were read
         self._sealed_gradients: Any = None
         self._is_shown = False  # whether a gradient was read by others since it was written
+        self._is_due = False  # whether gradients are in memory only
+        self._spent: Any = None  # mark of gradients that an update has used
+        #: Whether parameters stay in memory after a call, for an update inside the backward, and it has them.
+        self.waits_for_update = self.is_taken = False
         self._is_checked = True  # whether the parameters at rest were compared since they were written
         for member in self.members:
             member._stored = weakref.ref(self)  # type: ignore[attr-defined]
@@ -141,6 +146,8 @@ class StoredShard:
         if array is None or array.memory is None:
             return
         is_changed = array.is_in_use and self._mark() != self._fetched
+        if self.is_taken or (self.waits_for_update and array.is_in_use and not is_changed):
+            return
         if is_changed:
             array.send()
         array.rest()
@@ -191,6 +198,7 @@ class StoredShard:
         if array is None:
             return
         if self.buffer.gradient_shard is not None:
+            self.require_gradients()
             self.rest_gradients()
             self.tier.note_return(self)
             self.fetch_gradients()
@@ -201,10 +209,12 @@ class StoredShard:
             array.take()
             assert array.memory is not None
             self.buffer.use_gradient_memory(array.memory)
+        self._is_due, self._spent = True, None
 
     def fetch_gradients(self) -> None:
         """Starts to read the gradients, unless they are in memory."""
         assert self.gradients is not None
+        self.require_gradients()
         self.note_gradient_changes()
         self.gradients.fetch()
 
@@ -215,9 +225,15 @@ class StoredShard:
             self.gradients.unseal()
             self.seal_gradients()
 
+    def deliver_gradients(self) -> None:
+        """Starts to write the gradients of a reduction, unless an update has taken or will read them."""
+        if self._is_due:
+            self.send_gradients()
+
     def send_gradients(self) -> None:
         """Starts to write the gradients, which are complete."""
         array, flat = self.gradients, self.buffer.gradient_shard
+        self._is_due = False
         if array is not None and array.memory is not None:
             if flat is not None and flat.data_ptr() != array.memory.data_ptr():  # a user keeps some of before
                 array.is_in_use = True
@@ -247,6 +263,7 @@ class StoredShard:
     def show_gradients(self) -> None:
         """As `show_parameters`, before others read gradients."""
         array = self.gradients
+        self.require_gradients()
         if not (
             array is None or array.memory is not None or self._is_shown or self.buffer.gradient_shard is None
         ):
@@ -258,6 +275,65 @@ class StoredShard:
         """A user reads ``.grad``, and may write to it. See `DistributedParameter.grad`."""
         self._is_shown = True
 
+    # ---- updates inside a backward
+
+    def may_be_taken(self, parameters: Container[Tensor]) -> bool:
+        """Whether an update of ``parameters``, of which it has all gradients, can read these in memory."""
+        flat, array = self.buffer.gradient_shard, self.gradients
+        return all(p in parameters for p in self.members if p.numel()) and (
+            array is None
+            or (
+                self._is_due
+                and array.memory is not None
+                and flat is not None
+                and flat.data_ptr() == array.memory.data_ptr()  # else a user keeps some of before
+            )
+        )
+
+    def take(self) -> None:
+        """Leaves gradients, and parameters that are in memory, to an update, their last reader, until `give_back`.
+
+        The gradients are not written to the drive.
+        """
+        self.is_taken, self._is_due = True, False
+        if self.gradients is not None:
+            self.seal_gradients()
+            self._spent = self._sealed_gradients
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether an update has used gradients that no code has written since; memory and drive have them no more."""
+        marks = zip(self._spent or (), self._gradient_mark(), strict=False)
+        if not any(spent is not None and spent == mark for spent, mark in marks):
+            self._spent = None
+        return self._spent is not None
+
+    def require_gradients(self) -> None:
+        """Called before gradients are read, or added to.
+
+        Raises:
+            RuntimeError: they are spent.
+        """
+        if self.is_spent:
+            raise RuntimeError(
+                f"gradients of {self.label}: the update inside the last backward (step_in_backward=True) has used "
+                "them, and a drive does not keep them; call zero_grad() before the next backward and step, and for a "
+                "script that reads .grad keep gradients in memory: BlockPolicy(gradients='device')"
+            )
+
+    def give_back(self) -> None:
+        """Frees the memory; the drive has the updated parameters."""
+        self.is_taken, self._fetched = False, self._mark()
+        if self.gradients is not None:
+            self.gradients.rest()
+        self.stop_waiting()
+
+    def stop_waiting(self) -> None:
+        """Called when no update inside the backward can take the parameters any more."""
+        self.waits_for_update = False
+        if self.buffer.state == ShardedBuffer.State.SHARDED:
+            self.rest_parameters()
+
     def zero_gradients(self, wanted: Sequence[Tensor]) -> bool:
         """Makes gradients at rest zeros, if these are all the gradients in the shard; returns whether it did."""
         array, chosen = self.gradients, set(map(id, wanted))
@@ -268,6 +344,7 @@ class StoredShard:
             return False
         array.zero()
         self.seal_gradients()
+        self._spent = None
         return True
 
 
@@ -277,14 +354,8 @@ def _present_gradient(p: Tensor) -> Tensor | None:
         return gradient_of(p)
 
 
-def stored_shard_of(p: Any) -> StoredShard | None:
-    """Returns the shard on a drive that ``p`` is in, or None."""
-    stored: weakref.ref[StoredShard] | None = getattr(p, "_stored", None)
-    return None if stored is None else stored()
-
-
 def _gradient_home(p: Tensor) -> StoredShard | None:
-    stored = stored_shard_of(p)
+    stored: StoredShard | None = stored_shard_of(p)
     return stored if stored is not None and stored.holds_gradient_of(p) else None
 
 

@@ -7,7 +7,8 @@ writes the shard works as usual, with the page cache as memory. While a block ne
 under it, which transfers fill and empty around the page cache:
 
 - before a gather: its parameters are read, and the parameters of the next two calls, in the learnt order, ahead;
-- when the gradients of a block have reached its shard: they are written, while the blocks before it run backward;
+- when the gradients of a block have reached its shard: they are written, while the blocks before it run backward,
+  unless an update inside the backward takes them (`optim/places/disk_later.py`);
 - in a step: chunks of parameters, gradients and state pass together (`optim/places/disk.py`).
 
 So memory holds a few blocks, however many there are. Checksums compare bytes that are read with the bytes that were
@@ -22,8 +23,8 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -74,6 +75,7 @@ class DiskTier:
         self._under_way: deque[Transfer] = deque()
         self._leaving: deque[_Gradients] = deque()
         self._ahead: Sequence[_Block] = ()
+        self.precedes_updates = False  # which happen inside the backward
 
     @property
     def nbytes(self) -> int:
@@ -105,6 +107,15 @@ class DiskTier:
         self._free += slots
         with suppress(ValueError):
             self._under_way.remove(transfer)
+
+    @contextmanager
+    def updates_inside(self) -> Iterator[None]:
+        """Context manager for a backward in which blocks are updated."""
+        self.precedes_updates = True
+        try:
+            yield
+        finally:
+            self.precedes_updates = False
 
     # ---- reads ahead and writes behind
 

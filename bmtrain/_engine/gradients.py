@@ -207,10 +207,10 @@ class Gradients:
                 observer.reduced(buffers)
             for buffer in buffers:
                 buffer.finish_reduce(destination.tree_of(buffer))
-            if self._engine.tier is not None and destination.adds_to_shards:
-                block.end_reduce(buffers)  # before updates, which may wait until a drive has the gradients
             for user in tuple(self.listeners):
                 user.reduced(block)
+            if self._engine.tier is not None and destination.adds_to_shards:
+                block.end_reduce(buffers)
 
     # ---- parameters outside blocks
 

@@ -25,14 +25,25 @@ def show(param: torch.Tensor, *, gradient: bool = False) -> None:
     finish_update(param)
     if wants_disk(param):
         param._block()._runtime.engine.drives.check()  # type: ignore[attr-defined]
-    reference: Any = getattr(param, "_stored", None)
-    stored = None if reference is None else reference()
+    stored = stored_shard_of(param)
     if stored is None:
         return
     if gradient:
         stored.show_gradients()
     else:
         stored.show_parameters()
+
+
+def stored_shard_of(param: Any) -> Any:
+    """Returns the `StoredShard` on a drive that ``param`` is in, or None."""
+    reference: Any = getattr(param, "_stored", None)
+    return None if reference is None else reference()
+
+
+def is_spent(param: torch.Tensor) -> bool:
+    """Whether an update inside backward has used the gradient, which a drive did not get."""
+    stored = stored_shard_of(param)
+    return stored is not None and bool(stored.is_spent)
 
 
 def show_together(param: torch.Tensor, *, gradient: bool = False) -> None:

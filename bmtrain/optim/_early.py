@@ -11,7 +11,7 @@ the block is left to `step()`. Each rank decides by itself: no message and no bi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,7 +58,8 @@ class EarlySteps:
         }
         engine.gradients.listeners.add(self)
         try:
-            yield
+            with engine.tier.updates_inside() if engine.tier is not None else nullcontext():
+                yield
         finally:
             engine.gradients.listeners.discard(self)
             self._owners = {}

@@ -258,6 +258,7 @@ class ShardedOptimizer(UntracedOptimizer):
         return pairs
 
     def _step_members(self, groups: Sequence[_Group], scale: float, *, is_early: bool) -> None:
+        self._place.begin_updates([p for _, _, pairs in groups for p, _ in pairs], is_early=is_early)
         for group, _, pairs in groups:
             names = self._formula.formula_in(group).arrays_of(group)
             _check_bounds(pairs, self._states, names[0] if names else MASTER)

@@ -66,7 +66,8 @@ class OptimManager:
         step_in_backward: update a block inside :meth:`backward`, as soon as its gradient is complete and nothing else
             can change it; :meth:`step` updates the rest. Results are bit-identical to updates within :meth:`step`.
             Each step then has one backward (or use ``accumulate``), gradients cannot be changed between the two, and
-            clipping and loss scales are not available: both need all gradients before the first update.
+            clipping and loss scales are not available: both need all gradients before the first update. Gradients on
+            a drive are used in memory and not written: a script cannot read them.
 
     Raises:
         ValueError: a number is out of range, or ``step_in_backward`` comes with a loss scale or a pipeline.

@@ -63,6 +63,7 @@ void UringQueue::map_rings(const io_uring_params& params) {
   const auto at = [&](unsigned offset) {
     return reinterpret_cast<unsigned*>(static_cast<char*>(rings_) + offset);
   };
+  submit_head_ = at(params.sq_off.head);
   submit_tail_ = at(params.sq_off.tail);
   submit_order_ = at(params.sq_off.array);
   submit_mask_ = *at(params.sq_off.ring_mask);
@@ -127,8 +128,8 @@ std::int64_t UringQueue::complete(int buffer) {
     reap();
     if (const std::int64_t result = results_[static_cast<std::size_t>(buffer)]; result != kNoResult)
       return result;
-    // As many as wait to be submitted; usually none.
-    const int failure = enter(submit_mask_ + 1, 1, IORING_ENTER_GETEVENTS);
+    // Exactly as many as wait to be submitted, usually none: told more, the kernel returns without a wait.
+    const int failure = enter(*submit_tail_ - acquire(submit_head_), 1, IORING_ENTER_GETEVENTS);
     if (failure != 0 && failure != EINTR && failure != EAGAIN && failure != EBUSY) return -failure;
   }
 }

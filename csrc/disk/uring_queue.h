@@ -39,7 +39,8 @@ class UringQueue final : public DiskQueue {
   io_uring_sqe* entries_ = nullptr;
   std::size_t rings_bytes_ = 0, entries_bytes_ = 0;
   // Parts of the rings, which the kernel reads and writes too.
-  unsigned *submit_tail_ = nullptr, *submit_order_ = nullptr, *ended_head_ = nullptr, *ended_tail_ = nullptr;
+  unsigned *submit_head_ = nullptr, *submit_tail_ = nullptr, *submit_order_ = nullptr;
+  unsigned *ended_head_ = nullptr, *ended_tail_ = nullptr;
   unsigned submit_mask_ = 0, ended_mask_ = 0;
   io_uring_cqe* ended_ = nullptr;
 

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from harness import run_process, run_ranks
-from harness.disk_tier import ALL, TIERS, make, small_chunks
+from harness.disk_tier import ALL, TIERS, kernel_bytes, make, small_chunks
 from harness.offloaded import LAYERS, values_of
 
 import bmtrain as bmt
 from bmtrain import _C
+from bmtrain._engine.engine import current_engine
+from bmtrain._ranks.context import context
 
 STATE = TIERS[1]
 
@@ -201,6 +203,105 @@ def train_with_an_expected_call_that_is_missing() -> None:
 
 def test_parameters_read_for_a_call_that_is_missing(drive: Path) -> None:
     run_ranks(2, train_with_an_expected_call_that_is_missing, init=tiers(drive))
+
+
+def count_bytes_and_memory(policy: dict[str, Any]) -> list[float]:
+    with bmt.default_policy(bmt.BlockPolicy(**ALL, **policy)):
+        blocks = [bmt.Block(bmt.nn.Linear(1024, 1024, bias=False)) for _ in range(16)]
+    model = bmt.TransformerBlockList(blocks)
+    bmt.init_parameters(model)
+    optimizer = bmt.optim.AdamOptimizer(model.parameters())
+    manager = bmt.optim.OptimManager(step_in_backward=True)
+    manager.add_optimizer(optimizer)
+    before, most = (0, 0), 0
+    for step in range(5):  # two of which compare the numbers of gradients
+        before = kernel_bytes()
+        manager.zero_grad()
+        manager.backward(model(torch.full((1, 1024), 1.0 + step + bmt.rank())).sum())
+        most = max(most, current_engine(context()).tier.pool.stats()["bytes_in_use"])
+        manager.step()
+        optimizer._place.finish()
+    moved = [now - old for now, old in zip(kernel_bytes(), before, strict=True)]
+    return [number / (next(model.parameters()).numel() * 4) for number in (*moved, most)]
+
+
+#: Policy, and blocks whose parameters are read again for backward or update, with one and two ranks.
+READ_AGAIN = [({}, (15, 16)), ({"recompute": "off"}, (15, 16)), ({"level": 2}, (0, 16))]
+
+
+@pytest.mark.parametrize(("policy", "again"), READ_AGAIN, ids=str)
+@pytest.mark.parametrize("world", [1, 2])
+def test_updates_inside_backward_take_what_is_in_memory(
+    world: int, policy: dict[str, Any], again: tuple[int, int], tmp_path: Path
+) -> None:
+    """In shards of the 16 blocks: parameters are read, and moments; both are written, and gradients are not."""
+    for read, written, most in run_ranks(world, count_bytes_and_memory, policy, init=tiers(tmp_path)):
+        assert read == pytest.approx(16 + again[world - 1] + 32, rel=0.02)
+        assert written == pytest.approx(48, rel=0.02)
+        assert most <= 12  # with gradients
+
+
+def set_to_none(model: Any, manager: Any) -> None:
+    for p in model.parameters():
+        p.grad = None
+
+
+def zero_in_place(model: Any, manager: Any) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.zero_()
+
+
+#: How a script drops gradients, and whether it may read them after an update inside backward.
+DROPS: dict[str, tuple[Any, bool]] = {
+    "manager": (lambda model, manager: manager.zero_grad(), True),
+    "manager, None": (lambda model, manager: manager.zero_grad(set_to_none=True), True),
+    "model": (lambda model, manager: model.zero_grad(), True),
+    "model, zeros": (lambda model, manager: model.zero_grad(set_to_none=False), True),
+    "= None": (set_to_none, True),
+    "zero_()": (zero_in_place, False),
+    "nothing": (lambda model, manager: None, False),
+}
+
+
+def drop_gradients(name: str) -> None:
+    """Some steps leave blocks out, whose zeros count, and None does not."""
+    small_chunks()
+    drop, is_allowed = DROPS[name]
+    results = []
+    for places in (TIERS[0], ALL):
+        model, optimizer = make("AdamOptimizer", torch.float32, places)
+        manager = bmt.optim.OptimManager(step_in_backward=True)
+        manager.add_optimizer(optimizer)
+        losses = []
+        for step, order in enumerate([(0, 1, 2), (0, 1), (2, 1), (0, 1, 2)]):
+            x = torch.randn(3, 40, generator=torch.Generator().manual_seed(step + bmt.rank()))
+            if step and places and not is_allowed:
+                with pytest.raises(
+                    RuntimeError, match=r"gradients of .*: the update inside .*; call zero_grad\(\)"
+                ):
+                    drop(model, manager)
+                    manager.backward(run_layers(model, x, order))
+                return
+            drop(model, manager)
+            losses.append(run_layers(model, x, order))
+            manager.backward(losses[-1])
+            manager.step()
+            assert len(bmt.inspect.inspect_model(model, "*")) == len(list(model.parameters()))
+        results.append([*(loss.detach() for loss in losses), *values_of(model, [optimizer])])
+    assert all(map(torch.equal, *results))
+
+
+def run_layers(model: Any, x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    for number in order:
+        x = model.layers[number](x)
+    return x.square().mean()
+
+
+@pytest.mark.parametrize("name", DROPS)
+def test_gradients_that_an_update_has_used(name: str, drive: Path) -> None:
+    run_ranks(2, drop_gradients, name, init=tiers(drive))
 
 
 def with_slow_transfers(num_optimizers: int) -> None:

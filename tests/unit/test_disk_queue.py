@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import time
 import zlib
 from pathlib import Path
 
@@ -76,6 +77,23 @@ def test_new_space_reads_as_zeros(tmp_path: Path) -> None:
     queue.read(0, file, 0, PIECE)
     queue.wait(0)
     assert not queue.buffer(0).any()
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_a_wait_leaves_the_processor_to_others(back_end: str, tmp_path: Path) -> None:
+    nbytes = 256 << 20
+    queue, file = make_queue(back_end), DiskFile(str(tmp_path))
+    file.reserve(nbytes)
+    memory = torch.empty(nbytes + DISK_ALIGNMENT, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % DISK_ALIGNMENT :][:nbytes].fill_(3)
+    quarter = nbytes // 4
+    for n in range(4):
+        queue.write(n, file, n * quarter, quarter, memory[n * quarter :])
+    start = time.monotonic(), time.thread_time()
+    for n in range(4):
+        queue.wait(n)
+    waited, computed = time.monotonic() - start[0], time.thread_time() - start[1]
+    assert computed < 0.08 * waited + 0.002
 
 
 @pytest.mark.parametrize("bit", [0, 12345, 8 * PIECE - 1])

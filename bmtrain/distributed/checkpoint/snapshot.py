@@ -14,13 +14,12 @@ import torch
 
 from ..._base.tensors import bytes_of, in_host_memory
 from ..._base.unseen import data_of
-from ..._engine.disk_shard import stored_shard_of
 from ..._engine.disk_tier import SealedArray
 from ..._files.shared_state import encode
 from ..._model.outline import outline_of
 from ..._ranks.agree import broadcast_json
 from ..._ranks.context import require_intact
-from ..._shards.at_rest import show
+from ..._shards.at_rest import show, stored_shard_of
 from ..._shards.stage import StagedShardSpec
 from ...global_var import context
 from ...optim._arrays import MASTER, numbered_parameters

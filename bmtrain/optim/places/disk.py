@@ -15,14 +15,14 @@ from ..._base.unseen import data_of
 from ..._C import lead_graphs_to
 from ..._engine.block_state import BlockState
 from ..._engine.disk_block import DiskBlockState
-from ..._engine.disk_shard import StoredShard, stored_shard_of
+from ..._engine.disk_shard import StoredShard
 from ..._engine.disk_tier import SealedArray, tier_of
 from ..._engine.drives import Drives
 from ..._engine.engine import current_engine
 from ..._engine.pending import PendingUpdates
 from ..._ranks.agree import failing_together
 from ..._ranks.context import Context
-from ..._shards.at_rest import wants_disk
+from ..._shards.at_rest import stored_shard_of, wants_disk
 from ...errors import DiskError
 from .._arrays import MASTER
 from .._owners import is_here
@@ -242,14 +242,16 @@ class OnDisk(Place):
             with failing_together("optimizer state on disk"):
                 self.show_state()
         self._make_arenas([*moved, *(p for p in states if p not in self._homes and self._wants(p))])
-        engine = current_engine(self._context)
-        if engine.tier is not None:
-            engine.drop_ahead()
-            engine.tier.settle()
-            engine.tier.forget()
-        for block in engine.blocks:
+
+    def begin_updates(self, parameters: Sequence[Tensor], *, is_early: bool) -> None:
+        self._inner.begin_updates(parameters, is_early=is_early)
+        tier = current_engine(self._context).tier
+        if tier is not None and not is_early:
+            tier.settle()
+        members: Iterable[Any] = parameters
+        for block in {p._block.runtime() for p in members if p._block is not None}:
             if isinstance(block, DiskBlockState):
-                block.begin_step()
+                block.begin_update(is_early=is_early)
 
     def apply(self, parts: list[Part], states: States, *, is_early: bool) -> None:
         mine, others = split(parts, lambda _, u: self._moves(u.param))
@@ -258,10 +260,6 @@ class OnDisk(Place):
             with failing_together("parameters and gradients on disk"):
                 drives.check()
             engine.lagging_steps += self._is_used
-        else:
-            parameters: list[Any] = [update.param for part in mine for update in part.updates]
-            for block in {p._block.runtime() for p in parameters}:
-                block.drop_gathered()  # ahead; later, its memory would be written over the update
         self._inner.apply(list(others), states, is_early=is_early)
         self.owner_bytes = self._inner.owner_bytes
         try:
@@ -307,9 +305,13 @@ class OnDisk(Place):
                 and is_unwatched(members, block, states, self._references)
                 and not lead_graphs_to(parameters)
             ):
+                if is_early:
+                    made.take(set(parameters))
                 posted.append(PendingDiskUpdate(made, parameters, block, self._zero))
             else:
                 at_once.append(made)
+            for shard in stored:
+                shard.stop_waiting()
             for arena in arenas:
                 arena.is_sealed = True
         updates = [*at_once, *(pending.update for pending in posted)]
@@ -317,6 +319,7 @@ class OnDisk(Place):
         self._pending.add(posted)
         for made in at_once:
             made.wait()
+        self._background.limit_taken()
 
     def _moves(self, p: Tensor) -> bool:
         """Whether an update of ``p`` moves bytes of a drive."""

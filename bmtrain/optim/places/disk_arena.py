@@ -197,7 +197,12 @@ class Chunk:
             if array is not None:
                 begin, end = (n * dtype.itemsize for n in (self.begin, self.end))
                 nbytes = aligned(end - begin)
-                spans.append(_Span(name, array.file, array.offset + begin, nbytes, dtype, is_written))
+                memory = (
+                    array.memory[begin : begin + nbytes]
+                    if stored.is_taken and array.memory is not None
+                    else None
+                )
+                spans.append(_Span(name, array.file, array.offset + begin, nbytes, dtype, is_written, memory))
         return spans
 
     def parts(self, arrays: dict[str, Tensor]) -> list[Part]:
@@ -253,6 +258,7 @@ class _Span(NamedTuple):
     nbytes: int
     dtype: torch.dtype
     is_written: bool
+    memory: Tensor | None = None  # with its values, which no read needs to bring
 
 
 class _Buffer(NamedTuple):
@@ -341,13 +347,14 @@ class Stream:
         self._wait(slot)
         self._chunks[slot], self._spans[slot] = chunk, chunk.transfers()
         for buffer, span in zip(self._slots[slot], self._spans[slot], strict=False):
-            self.queue.read(buffer.number, span.file, span.offset, span.nbytes)
+            if span.memory is None:
+                self.queue.read(buffer.number, span.file, span.offset, span.nbytes)
         self._note_start(slot, is_write=False)
 
     def _write(self, slot: int) -> None:
         for buffer, span in zip(self._slots[slot], self._spans[slot], strict=False):
             if span.is_written:
-                self.queue.write(buffer.number, span.file, span.offset, span.nbytes)
+                self.queue.write(buffer.number, span.file, span.offset, span.nbytes, span.memory)
         self._leaving.add(slot)
         self._note_start(slot, is_write=True)
 
@@ -361,7 +368,9 @@ class Stream:
     def _arrays(self, slot: int) -> dict[str, Tensor]:
         chunk = self._chunks[slot]
         return {
-            span.name: buffer.memory[: chunk.numel * span.dtype.itemsize].view(span.dtype)
+            span.name: (buffer.memory if span.memory is None else span.memory)[
+                : chunk.numel * span.dtype.itemsize
+            ].view(span.dtype)
             for buffer, span in zip(self._slots[slot], self._spans[slot], strict=False)
         }
 

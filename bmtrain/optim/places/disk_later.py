@@ -7,8 +7,10 @@ does. Whoever reads or writes the parameters, gradients or state of a block wait
 overlap]); a block that is computed waits before its gather. Where the library cannot know all who do (other tensors of
 the same memory, a graph that leads to a parameter), the step waits itself.
 
-Gradients on a drive are read there. So an update that begins inside backward waits until they have been written, and
-memory holds no more of them than without it.
+An update that begins inside backward takes the gradients of its block in memory, and parameters that are there from
+the backward: both are read no more, and the gradients are not written. If the backward is faster than the drive, it
+waits, so that few blocks are in memory. Where others refer to a gradient, or another optimizer needs some, gradients
+are written and read as without it.
 
 A failure of a drive ends all updates of the rank. The ranks raise it together: before the next gather of a block with
 state on a drive, or at the end of the next step. A rank alone raises it where parameters or state are read.
@@ -18,14 +20,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..._engine.block_state import BlockState
 from ..._engine.disk_shard import StoredShard
+from ..._engine.disk_tier import LEAVING
 from ..._engine.drives import Drives
 from ..._engine.pending import PendingUpdate
 from ...errors import DiskError
@@ -61,6 +65,7 @@ class DiskUpdate:
         self._background = background
         self._stored = stored
         self._chunks_of: Callable[[], list[Chunk]] | None = chunks_of
+        self._has_taken = False
         self.order = block.number
         self.num_left: int | None = None
         self.failure: BaseException | None = None
@@ -68,7 +73,7 @@ class DiskUpdate:
     @property
     def is_ready(self) -> bool:
         """Whether no gradient is being written to a drive."""
-        return all(s.gradients is None or s.gradients.memory is None for s in self._stored)
+        return self._has_taken or all(s.gradients is None or s.gradients.memory is None for s in self._stored)
 
     @property
     def is_done(self) -> bool:
@@ -77,6 +82,14 @@ class DiskUpdate:
     def abandon(self) -> None:
         """Gives it up, and all others."""
         self._background.abandon()
+
+    def take(self, parameters: Container[Tensor]) -> None:
+        """Takes gradients of ``parameters`` in memory, and parameters there, if all of them can be taken."""
+        if self._stored and all(stored.may_be_taken(parameters) for stored in self._stored):
+            self._has_taken = True
+            self._background.taken.append(self)
+            for stored in self._stored:
+                stored.take()
 
     def take_chunks(self) -> list[Chunk]:
         assert self._chunks_of is not None
@@ -91,9 +104,15 @@ class DiskUpdate:
             with _UNGUARDED():
                 for stored in self._stored:
                     if stored.gradients is not None:
+                        stored.deliver_gradients()
                         stored.rest_gradients()
             self._background.queue_ready()
         self._background.wait(self)
+        if self._has_taken:
+            self._has_taken = False
+            with _UNGUARDED():
+                for stored in self._stored:
+                    stored.give_back()
 
     def wait(self) -> None:
         """As `wait_for_end`.
@@ -178,6 +197,8 @@ class Background:
         self._queue: deque[Chunk] = deque()
         self._owners: dict[Chunk, DiskUpdate] = {}  # of chunks that are not written
         self._is_running = False
+        #: Updates with gradients in memory.
+        self.taken: deque[DiskUpdate] = deque()
 
     def post(
         self, updates: Sequence[DiskUpdate], stream: Stream, compute: Callable[[list[Part]], None]
@@ -213,9 +234,15 @@ class Background:
                 threading.Thread(target=self._run, name="bmtrain-drives", daemon=True).start()
 
     def wait(self, update: DiskUpdate) -> None:
-        """Waits until an update has ended."""
+        """Waits until an update has ended, which passes before others."""
         with self._changed:
+            self._queue = deque(sorted(self._queue, key=lambda chunk: self._owners[chunk] is not update))
             self._changed.wait_for(lambda: update.is_done)
+
+    def limit_taken(self) -> None:
+        """Waits for updates with gradients in memory before the latest."""
+        while self.taken and (len(self.taken) > LEAVING or self.taken[0].is_done):
+            self.taken.popleft().wait_for_end()
 
     def finish(self) -> None:
         """Waits until nothing is queued, and the thread has left the stream."""

@@ -94,6 +94,9 @@ class Place:
     def start_step(self, groups: Groups, states: States) -> None:
         """Called at the start of a step."""
 
+    def begin_updates(self, parameters: Sequence[Tensor], *, is_early: bool) -> None:
+        """Called before the updates of `apply` are made: the parameters' versions do not count these yet."""
+
     def apply(self, parts: list[Part], states: States, *, is_early: bool) -> None:
         """Computes a step (which may have no updates), or its early part.
 
