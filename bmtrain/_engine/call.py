@@ -26,6 +26,7 @@ from torch.nn.utils import parametrize
 from .._base.tensors import take_views_again, with_shared_bases
 from .._base.tree import detached, distinct, has_containers, replace_arguments, replace_tensors, tensors_of
 from .._C import GraphRoots, attach_island, find_older_node, next_node_number, write_products_in_place
+from .._shards.grad_readers import refuse_inside_of_block
 from .block_state import BlockState
 from .engine import Engine
 from .host_activations import HostActivations
@@ -366,13 +367,7 @@ def refuse_parameters_as_inputs() -> None:
     @wraps(plain)
     def run(outputs: Any, grads: Any, keep: Any, create: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         for param in inputs:
-            block = getattr(param, "_block", None)
-            is_inside = block is not None and block.runtime().open_calls and not param._is_full()
-            if is_inside or getattr(param, "_is_inside", False):  # else only a graph of the shard leads there
-                raise RuntimeError(
-                    f"torch.autograd.grad() or backward(inputs=...): got {param._label} of a Block, to which no graph "
-                    "leads; use backward(), with requires_grad_(False) on parameters that get none, in forward too"
-                )
+            refuse_inside_of_block(param, outputs)
         return plain(outputs, grads, keep, create, inputs, *args, **options)
 
     autograd._engine_run_backward = autograd.graph._engine_run_backward = run

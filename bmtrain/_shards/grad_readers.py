@@ -14,6 +14,7 @@ they are not part of the graph, and hidden.
 from __future__ import annotations
 
 from types import FrameType
+from typing import Any
 
 import torch
 from torch._subclasses import meta_utils
@@ -86,3 +87,23 @@ def _refuse_whole_tensor_tools(param: torch.Tensor, reader: FrameType) -> None:
         f"{name} was given a DistributedParameter of shape {shape}, but would see {param.numel()} of its elements, "
         f"flat, on this rank: {remedy}"
     )
+
+
+def refuse_inside_of_block(param: Any, outputs: Any) -> None:
+    """Refuses a Block's parameter as an input of a backward through Blocks; functions of a shard itself are right."""
+    is_inside = getattr(param, "_block", None) is not None and not param._is_full()
+    if not (is_inside or getattr(param, "_is_inside", False)):
+        return
+    waiting = [output.grad_fn if isinstance(output, torch.Tensor) else output.node for output in outputs]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "bmtrain::Island":
+            raise RuntimeError(
+                f"torch.autograd.grad() or backward(inputs=...): got {param._label} of a Block, to which no graph "
+                "leads; use backward(), with requires_grad_(False) on parameters that get none, in forward too"
+            )
+        waiting += [following for following, _ in node.next_functions]

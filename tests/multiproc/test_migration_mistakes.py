@@ -941,6 +941,10 @@ def gradients_of_inputs() -> None:
             model[0](x).sum().backward(inputs=inputs)
     with pytest.raises(RuntimeError, match=r"torch.autograd.grad\(\) .* of a Block"):
         torch.autograd.grad(model[0](x).sum(), [x, *model.parameters()], allow_unused=True)
+    shard = next(model.parameters())
+    assert torch.equal(
+        torch.autograd.grad(shard.square().sum(), shard)[0], 2 * shard
+    )  # without a Block's forward
     model[0].adapter = bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4))
     plainly, model[0]._module.forward = model[0]._module.forward, lambda x: plainly(model[0].adapter(x))
     adapter = model[0].adapter._parameters["weight"]
