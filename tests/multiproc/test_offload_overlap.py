@@ -251,6 +251,23 @@ def differing(dtype: torch.dtype) -> list[str]:
     return [kind for kind in KINDS if not compare(dtype, kind)]
 
 
+def graph_from_before_a_call() -> list[bool]:
+    """Whether a graph of a Block's parameters is known before a call of the Block, and after it."""
+    model, _, x = build(torch.float32, overlap=True)
+    params = list(model.layers[0].parameters())
+    penalty: Any = sum(p.square().sum() for p in params)
+    found = [_C.lead_graphs_to([p]) for p in params]
+    model(x)
+    found += [_C.lead_graphs_to([p]) for p in params]
+    penalty.backward()
+    return found
+
+
+def test_graphs_that_lead_to_parameters_are_known_after_a_call() -> None:
+    """Their backward waits for a pending update, whose gradients it would change."""
+    assert run_ranks(2, graph_from_before_a_call) == [[True] * 4] * 2
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_access_sees_an_unfinished_update(dtype: torch.dtype) -> None:
     """One function by_... above for each kind."""
