@@ -178,7 +178,7 @@ def writing_function(function: Callable[[torch.nn.Module], None]) -> Callable[[t
     @functools.wraps(function, updated=())
     def write(module: torch.nn.Module) -> None:
         with writable() as held:
-            if not getattr(module, "_handles_shards", False):
+            if not getattr(type(module), "_handles_shards", False):  # a Block forwards its attributes
                 parameters: Any = module._parameters
                 for param in parameters.values():
                     if hasattr(param, "_original_shape") and not param.is_meta:

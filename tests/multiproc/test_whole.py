@@ -295,6 +295,29 @@ def test_modules_of_ones_own() -> None:
     run_ranks(2, own_modules)
 
 
+def fill_own(module: torch.nn.Module) -> None:
+    for param in module._parameters.values():
+        if param is not None:
+            param.copy_(torch.arange(param.numel()).view(param.shape))
+    for param in module.parameters(recurse=False):
+        param.mul_(torch.arange(1.0, 1 + param.shape[-1]))
+
+
+def own_parameters_of_blocks() -> None:
+    plain = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
+    model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
+    model[0], model[1] = bmt.Block(model[0]), bmt.Block(model[1])
+    with torch.no_grad():
+        plain.apply(fill_own)
+        model.apply(fill_own)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name]), name
+
+
+def test_functions_get_the_own_parameters_of_blocks_whole() -> None:
+    run_ranks(2, own_parameters_of_blocks)
+
+
 # --- writes that are lost
 
 
