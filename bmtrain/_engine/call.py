@@ -162,7 +162,7 @@ class BlockCall:
             run = self.run_forward
             for part in reversed(self.parts):
                 run = partial(part.first_run, self, run)
-            with NoCaches():
+            with OwnCaches():
                 given = set(map(id, tensors_of((args, kwargs)))) if self.has_state else ()
                 result = kept_alive(block, run(args, kwargs))
                 if self.has_state:
@@ -237,7 +237,7 @@ class BlockCall:
             part.before_backward(self)
         try:
             engine.open(block, Phase.BACKWARD)
-            with NoCaches():
+            with OwnCaches():
                 if roots:
                     for part in self.parts:
                         outputs, leaves = part.graph(self, outputs, leaves)
@@ -325,18 +325,16 @@ class BlockCall:
         self.outputs, self.leaves, self.inner, self.parts, self.roots = [], [], [], [], None
 
 
-class NoCaches:
-    """Disables the caches of autocast and of parametrizations, whose tensors would be of an earlier gather or call."""
-
-    __slots__ = ("_were_enabled",)
+class OwnCaches:
+    """Disables autocast's cache and empties the parametrizations' one: with tensors of an earlier gather or call."""
 
     def __enter__(self) -> None:
-        self._were_enabled = torch.is_autocast_cache_enabled(), parametrize._cache_enabled
+        self._before = torch.is_autocast_cache_enabled(), parametrize._cache_enabled, parametrize._cache
         torch.set_autocast_cache_enabled(False)
-        parametrize._cache_enabled = 0
+        parametrize._cache = {}
 
     def __exit__(self, *_: object) -> None:
-        of_autocast, parametrize._cache_enabled = self._were_enabled
+        of_autocast, parametrize._cache_enabled, parametrize._cache = self._before
         torch.set_autocast_cache_enabled(of_autocast)
 
 

@@ -13,7 +13,7 @@ from .._base.tensors import refuse_tangents
 from .._base.tree import tensors_of
 from .._ranks.context import require_gathering
 from .block_state import BlockState
-from .call import BlockCall, NoCaches, kept_alive
+from .call import BlockCall, OwnCaches, kept_alive
 from .engine import Engine
 from .hooked import HookedResults, SeveralResults
 from .offload import Offload
@@ -63,7 +63,7 @@ def _evaluated(
     engine: Engine = block.engine
     try:
         engine.open(block, Phase.EVALUATE)
-        with NoCaches(), engine.reads.scope(modules.root):
+        with OwnCaches(), engine.reads.scope(modules.root):
             result = kept_alive(block, forward(*args, **kwargs))
     except BaseException:
         engine.abandon(block)

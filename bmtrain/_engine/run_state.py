@@ -10,6 +10,7 @@ from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from .._base.tensors import version_of
@@ -224,22 +225,23 @@ def _set_numbers(device: torch.device, cpu: torch.Tensor, cuda: torch.Tensor | N
         torch.cuda.set_rng_state(cuda, device)
 
 
-_Modes = tuple[torch.dtype, list[tuple[str, bool, torch.dtype]], list[Any]]
+_Modes = tuple[torch.dtype, list[tuple[str, bool, torch.dtype]], list[Any], int]
 
 
 def _modes(device: torch.device) -> _Modes:
-    """Returns the default dtype, autocast, and function modes (the default device is one).
+    """Returns the default dtype, autocast, function modes (the default device is one), and uses of `cached()`.
 
     Dispatch modes count operators rather than change them: a second run is in the current ones.
     """
     kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
     autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
     functions = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else []
-    return torch.get_default_dtype(), autocast, functions
+    return torch.get_default_dtype(), autocast, functions, parametrize._cache_enabled
 
 
 def _exchange(old: _Modes, new: _Modes) -> None:
     torch.set_default_dtype(new[0])
+    parametrize._cache_enabled = new[3]
     for kind, enabled, dtype in new[1]:
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -235,6 +236,47 @@ def cached_parametrizations(use_checkpoint: bool) -> None:
         model(x)
         assert parametrize._cache_enabled == 1 and not parametrize._cache
     assert parametrize._cache_enabled == 0
+
+
+class Recurrent(nn.Module):
+    """Reads a parametrized weight several times."""
+
+    def __init__(self, has_own_cache: bool) -> None:
+        super().__init__()
+        self.cell = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.has_own_cache = has_own_cache
+
+    def forward(self, x):
+        with parametrize.cached() if self.has_own_cache else nullcontext():
+            for _ in range(3):
+                x = torch.tanh(self.cell(x))
+        return x
+
+
+def cached_within_calls(use_checkpoint: bool) -> None:
+    """Each access is a power iteration, but under ``cached()`` only the first one of a call."""
+    for is_enclosed, has_own_cache in ((True, False), (False, True), (True, True)):
+        torch.manual_seed(0)
+        plain = Recurrent(has_own_cache)
+        model = bmt.Block(bmt.BMTrainModelWrapper(copy.deepcopy(plain)), use_checkpoint=use_checkpoint)
+        head = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
+        x = torch.linspace(-1, 1, 12).view(3, 4)
+        for layer in (plain, model):
+            with parametrize.cached() if is_enclosed else nullcontext():
+                weight = head.weight
+                out = layer(x)
+                assert (head.weight is weight) == is_enclosed  # the caller's cache is there again
+            (out.square().sum() / (bmt.world_size() if layer is model else 1)).backward()
+            assert parametrize._cache_enabled == 0 and not parametrize._cache
+        for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(param.gather_grad(), expected.grad)
+        for buffer, expected in zip(model.buffers(), plain.buffers(), strict=True):
+            torch.testing.assert_close(buffer, expected)
+
+
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+def test_parametrizations_are_cached_within_a_call_as_torch_does(use_checkpoint: bool) -> None:
+    run_ranks(2, cached_within_calls, use_checkpoint)
 
 
 @pytest.mark.parametrize("use_checkpoint", [False, True])
