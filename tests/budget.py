@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Storey, from the bottom, or folder -> what belongs to it, and its ceiling. A commit that raises a ceiling gives the
 #: reason in its message.
 PYTHON = {
-    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2511),
+    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2516),
     "watch": ("_watch", 1953),
     "ranks": ("_ranks global_var nccl synchronize utils", 4226),
     "shards": ("_shards parameter", 2031),

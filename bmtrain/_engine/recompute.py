@@ -85,7 +85,7 @@ class Replay(Part):
         if self._saved.is_complete:
             return outputs, leaves
         found = call.outputs_among(result, args, kwargs, fresh, again=True)
-        refuse_other_results(call.block.label, outputs, found)
+        refuse_other_results(call.block.label, outputs, found, fresh)
         return found, fresh
 
     def _second_run(self, call: BlockCall, fresh: dict[int, torch.Tensor]) -> tuple[Any, Any, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bmtrain as bmt
+from bmtrain._base.tensors import refuse_other_results
 from bmtrain._engine import selective
 
 BATCH, LENGTH, DIM, HEADS = 2, 8, 16, 2
@@ -210,6 +212,84 @@ def exchanged(recompute: str, what: str) -> None:
 @pytest.mark.parametrize("what", ["activation", "gelu"])
 def test_a_function_that_is_exchanged_for_the_first_run_is_an_error(recompute, what):
     run_ranks(2, exchanged, recompute, what)
+
+
+class Cancelling(torch.nn.Module):
+    """Its result is a difference of equals: 0, or what rounding leaves of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        return self.sine(hidden) - torch.sin(hidden)
+
+    sine = staticmethod(torch.sin)
+
+
+def by_cosine(x):
+    return torch.cos(torch.pi / 2 - x)
+
+
+def cancelled() -> None:
+    block = bmt.Block(bmt.BMTrainModelWrapper(Cancelling()))
+    out = block(torch.linspace(-1, 1, 4 * DIM).view(4, DIM))
+    assert not out.any()
+    with mock.patch.object(Cancelling, "sine", staticmethod(by_cosine)):
+        out.sum().backward()
+    for param in block.parameters():
+        assert param.gather_grad().abs().max() < 1e-5
+
+
+def test_rounding_is_no_other_path_where_the_result_is_a_difference_of_equals() -> None:
+    run_ranks(2, cancelled)
+
+
+def jagged(scale: float) -> torch.Tensor:
+    return torch.nested.nested_tensor([scale * torch.ones(1), scale * torch.ones(2)], layout=torch.jagged)
+
+
+def written_in_another_way() -> None:
+    """The same function, by other operators, has other saved tensors; with a hook, edges are kept of the results."""
+    torch.manual_seed(0)
+    plain = Patchable()
+    block = bmt.Block(bmt.BMTrainModelWrapper(copy.deepcopy(plain)))
+    block.linear.register_forward_hook(lambda *_: None)
+    x = torch.linspace(-1, 1, 4 * DIM).view(4, DIM)
+    with mock.patch.object(Patchable, "activation", staticmethod(torch.sin)):
+        out = block(x)
+        plain(x).sum().backward()
+    with mock.patch.object(Patchable, "activation", staticmethod(by_cosine)):
+        (out.sum() / bmt.world_size()).backward()
+    for param, expected in zip(block.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.gather_grad(), expected.grad)
+
+
+def test_a_module_with_a_hook_saves_other_tensors_in_the_second_run() -> None:
+    run_ranks(2, written_in_another_way)
+
+
+RESULTS = {  # results of the two runs, the inputs, and whether the runs took other paths
+    "another value": ([1.0, 0.0], [0.0, 1.0], [], True),
+    "another small value": ([1e-3, 0.0], [0.0, 1e-3], [], True),
+    "rounding of 1": ([0.0], [1e-7], [], False),
+    "rounding of the inputs": ([0.0], [1e-4], [500.0], False),
+    "more than that": ([0.0], [1e-2], [500.0], True),
+    "NaN": ([torch.nan, 1.0], [torch.nan, 1.0], [], False),
+    "nothing": ([], [], [], False),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_of_two_runs_are_compared_coarsely(name: str) -> None:
+    first, again, inputs, is_other = RESULTS[name]
+    with pytest.raises(RuntimeError, match="another result") if is_other else nullcontext():
+        refuse_other_results("block", [torch.tensor(first)], [torch.tensor(again)], [torch.tensor(inputs)])
+
+
+def test_nested_results_of_two_runs_are_not_compared() -> None:
+    refuse_other_results("block", [jagged(1.0)], [jagged(2.0)], [jagged(3.0)])
 
 
 def chunks_written_to(x):
