@@ -18,12 +18,12 @@ PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2516),
     "watch": ("_watch", 1953),
     "ranks": ("_ranks global_var nccl synchronize utils", 4226),
-    "shards": ("_shards parameter", 2031),
+    "shards": ("_shards parameter", 2039),
     "engine": ("_engine", 8712),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5714),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5716),
     "files": ("_files dcp distributed store weights", 4669),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_269),
-    "survive": ("_survive survive", 2759),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_288),
+    "survive": ("_survive survive", 2763),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_983),
 }
 CORE = {

@@ -179,7 +179,7 @@ class _GatherTogether(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         engine = context().engine
-        warn_if_kept(ctx, ctx.params)
+        warn_if_kept(ctx, ctx.params, gradients)
         trained: list[tuple[int, torch.Tensor]] = []
         for index, (param, gradient) in enumerate(zip(ctx.params, gradients, strict=True)):
             if gradient is not None and param.requires_grad:

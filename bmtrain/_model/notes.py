@@ -77,8 +77,10 @@ def name_unreturned(error: BaseException, loss: torch.Tensor) -> None:
     Where what was left in an attribute was computed from parameters, these are shards again, and torch's error is one
     of shapes.
     """
+    if not isinstance(error, RuntimeError) or "did not return" in str(error):
+        return
     waiting, seen = [loss.grad_fn], set()
-    while isinstance(error, RuntimeError) and "did not return" not in str(error) and waiting:
+    while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue

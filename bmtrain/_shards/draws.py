@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .block_ref import multiplied_from_left
-from .foreign import warn_of_positions
+from .foreign import warn_of_positions, warn_script
 from .full_values import load_full_value
 
 RANDOM = (
@@ -65,11 +65,14 @@ def refuse_shard(tensor: Any, operation: str) -> None:
         if not tensor._is_still(param):
             return
     if tensor.dim() < len(param._original_shape):
-        raise RuntimeError(
+        message = (
             f"{operation} of a parameter: expected a matrix of shape {tuple(param._original_shape)}, got this rank's "
             f"shard of {tensor.numel()} elements, flat; compute with the parameter's gather(), in the forward of its "
             "Block or, without gradients, in `with bmtrain.whole(module, write=True):`"
         )
+        if param is tensor or param._spec.group.size > 1:
+            raise RuntimeError(message)
+        warn_script(_getframe(2), "product", message)
 
 
 #: Operations that take positions, of which a shard has others than the parameter.
@@ -94,8 +97,10 @@ def by_position(name: str) -> Callable[..., Any]:
 
 def _is_position(key: Any) -> bool:
     """Whether an index takes some elements by where they are; a mask takes them by what they are."""
-    if isinstance(key, torch.Tensor):
-        return key.dtype != torch.bool
+    if isinstance(key, list):
+        return any(map(_is_position, key))
+    if isinstance(key, bool) or str(getattr(key, "dtype", "")) in ("bool", "torch.bool"):
+        return False
     return not (key is None or key is Ellipsis or (isinstance(key, slice) and key == slice(None)))
 
 

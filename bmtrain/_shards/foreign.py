@@ -138,7 +138,7 @@ def _with_shards(optimizer: torch.optim.Optimizer) -> str:
 
 def warn_of_flatness(reader: FrameType) -> None:
     """Warns a script whose frame ``reader`` asks a flat shard for its number of dimensions."""
-    _warn_script(
+    warn_script(
         reader,
         "dim",
         "dim() and ndim of a DistributedParameter are 1 outside of forwards, as its shards are flat: a selection "
@@ -148,7 +148,7 @@ def warn_of_flatness(reader: FrameType) -> None:
 
 def warn_of_positions(shape: tuple[int, ...], reader: FrameType) -> None:
     """Warns a script whose frame ``reader`` indexes the shard of a parameter of ``shape``."""
-    _warn_script(
+    warn_script(
         reader,
         "index",
         f"an index was used on a DistributedParameter of shape {shape}, or its .data, which outside of the Block's "
@@ -157,7 +157,8 @@ def warn_of_positions(shape: tuple[int, ...], reader: FrameType) -> None:
     )
 
 
-def _warn_script(reader: FrameType, key: str, message: str) -> None:
+def warn_script(reader: FrameType, key: str, message: str) -> None:
+    """Warns once, on rank 0, at the frame ``reader``, three calls above, if it is a script's."""
     if rank() == 0 and reader.f_globals.get("__name__", "").partition(".")[0] not in ("bmtrain", "torch"):
         warn_once(f"parameter.{key}", message, stacklevel=4, category=UserWarning)
 

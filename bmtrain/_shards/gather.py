@@ -25,15 +25,17 @@ def changed_by_hooks(param: Sharded, gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-def warn_if_kept(ctx: Any, params: Sequence[Any]) -> None:
+def warn_if_kept(ctx: Any, params: Sequence[Any], gradients: Sequence[Any]) -> None:
     """Warns, once and on rank 0, of gathered tensors in a second backward, before which their parameters changed."""
     versions = [version_of(param) for param in params]
-    before, ctx.versions = getattr(ctx, "versions", versions), versions
-    if before != versions and rank() == 0:
+    before = ctx.versions = getattr(ctx, "versions", versions)
+    rows = zip(params, gradients, before, versions, strict=True)
+    changed = [param._label for param, gradient, old, new in rows if gradient is not None and old != new]
+    if changed and rank() == 0:
         warn_once(
             "gather.kept",
-            f"backward: the loss uses a tensor that an earlier step has read from {params[0]._label}, or computed from "
-            "such a tensor: it is a copy of the parameter before that step. Read module.weight in every forward",
+            f"backward: the loss uses a tensor that an earlier step has read from {changed[0]}, or computed from such "
+            "a tensor: it is a copy of the parameter before that step. Read module.weight in every forward",
             stacklevel=3,
             category=UserWarning,
         )
@@ -58,7 +60,7 @@ class OpAllGather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
         engine = context().engine
-        warn_if_kept(ctx, [ctx.param])
+        warn_if_kept(ctx, [ctx.param], [grad])
         if grad is None and not ctx.is_unused:  # a function may have returned a gradient on other ranks
             grad = torch.zeros(ctx.spec.shape, dtype=ctx.param.dtype, device=context().device)
         gradient = None if grad is None else engine.gradients.of_parameter(ctx.param, grad)

@@ -108,7 +108,10 @@ class Joining(Survival):
         while (newcomer := members.newcomer()) is not None:
             if newcomer[0]["digest"] == own:
                 return ctx.world.rank + 1
-            why = "survive: expected the parameters and groups of the job's ranks, got others: start the same script"
+            why = (
+                "survive: expected the parameters and optimizer groups of the job's ranks, got others: start the same "
+                "script; it adds groups, and sets options that need arrays (momentum, amsgrad), before survive.steps()"
+            )
             newcomer[1].send({"do": "refuse", "why": why})
             members.drop_newcomer()
         return 0
@@ -137,7 +140,7 @@ class Joining(Survival):
         if ctx.world.rank == at:
             told = {"addresses": members.addresses, "epoch": members.epoch, "hosts": hosts, "places": places}
             told |= {"steps": steps, "parts": [parts[p] for p in params], "place": self._place}
-            told |= {"trained": [p.requires_grad for p in params], "size": self._num_places}
+            told |= {"trained": [p.requires_grad for p in params], "num_places": self._num_places}
             told |= {"seed": ctx.seed, "backend": ctx.backend}
             members.drop_newcomer({"do": "go", "store": offer["store"], **told})
         self._drop_what_runs(ctx)
@@ -208,7 +211,7 @@ class Joining(Survival):
         members, told = _find_place({"digest": digest, "host": self._host, "place": place()})
         addresses = [Address(*address) for address in told["addresses"]]
         members.rank, members.addresses, members.epoch = len(addresses) - 1, addresses, told["epoch"]
-        self._known_members, self._place, self._num_places = members, told["place"], told["size"]
+        self._known_members, self._place, self._num_places = members, told["place"], told["num_places"]
         for p, trains in zip(params, told["trained"], strict=True):
             p.requires_grad_(trains)
         before = Before(

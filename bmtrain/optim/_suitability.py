@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 from collections.abc import Iterable, Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -71,24 +72,42 @@ def _warn_of_whole_tensors(cls: type) -> None:
 
 
 def _names_in_step(cls: type) -> set[str]:
-    """Attributes read in the step of a class, and in functions of the same program that it leads to."""
+    """Attributes read in the step of a class, and in functions of its packages that it leads to.
+
+    Those of a global (``numpy.mean``, ``config.dim``) count only if it is a module of torch. Nothing is asked of a
+    global that is no function: proxies and configurations answer anything, or raise.
+    """
+    packages = {_package(base.__module__) for base in cls.__mro__} - {"bmtrain", "builtins", "torch"}
     names: set[str] = set()
-    seen: set[FunctionType] = set()
-    waiting: list[Any] = [getattr(cls, "step", None)]
+    seen: set[Any] = set()
+    waiting: list[Any] = [inspect.getattr_static(cls, "step", None)]
     while waiting:
-        function = inspect.unwrap(waiting.pop())
-        if not isinstance(function, FunctionType) or function in seen:
+        function = waiting.pop()
+        if type(function) in (classmethod, staticmethod):
+            function = function.__func__
+        if type(function) not in (FunctionType, functools._lru_cache_wrapper) or function in seen:
             continue
         seen.add(function)
-        if function.__module__.partition(".")[0] in ("bmtrain", "torch"):
+        waiting.append(vars(function).get("__wrapped__"))
+        if waiting[-1] is not None or _package(function.__module__) not in packages:
             continue
+        is_of_tensor = True
         for instruction in _instructions(function.__code__):
             if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                names.add(instruction.argval)
-                waiting.append(getattr(cls, instruction.argval, None))
+                names |= {instruction.argval} if is_of_tensor else set()
+                waiting.append(inspect.getattr_static(cls, instruction.argval, None))
             elif instruction.opname == "LOAD_GLOBAL":
-                waiting.append(function.__globals__.get(instruction.argval))
+                value = function.__globals__.get(instruction.argval)
+                waiting.append(value)
+                is_module_of_torch = type(value) is ModuleType and _package(value.__name__) == "torch"
+                is_of_tensor = is_module_of_torch or value is torch.Tensor
+            elif instruction.opname != "EXTENDED_ARG":
+                is_of_tensor = True
     return names
+
+
+def _package(module: str | None) -> str:
+    return (module or "").partition(".")[0]
 
 
 def _instructions(code: CodeType) -> Iterator[dis.Instruction]:

@@ -64,6 +64,7 @@ def steps(stop: int, start: int = 0) -> Iterator[int]:
     On the ranks of the job these are the numbers from ``start``. A process that waits for a place (``bmtrain launch
     --survive 1 --restarts N`` starts it, or the environment variable ``BMTRAIN_JOIN``) has run the script up to here as
     the only rank of its own; here it waits, gets everything from the other ranks, and continues with their next step.
+    Before this call the script adds all groups of parameters, and sets options that need arrays (momentum, amsgrad).
 
     Args:
         stop: number of steps.
@@ -71,7 +72,7 @@ def steps(stop: int, start: int = 0) -> Iterator[int]:
 
     Raises:
         RuntimeError: before :func:`bmtrain.init_distributed`; or in a process that waits, without an optimizer.
-        CommunicationError: a rank was lost while another one joined, or the script has other parameters.
+        CommunicationError: a rank was lost while another one joined, or the process has other parameters or groups.
 
     Example:
         >>> list(bmtrain.survive.steps(3, start=1))

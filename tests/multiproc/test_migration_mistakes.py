@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import re
 import warnings
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import Status, rank_outcomes, run_ranks
@@ -155,6 +157,58 @@ class NormedInShards(Normed):
     for_shards = True
 
 
+class Asked(dict):
+    """A configuration whose attributes are its items, which it makes when it is asked."""
+
+    def __getattr__(self, name: str) -> Asked:
+        return self.setdefault(name, Asked())
+
+
+class Lazy:
+    """A proxy of something that cannot be loaded."""
+
+    @property
+    def __class__(self) -> Any:
+        raise ImportError("not installed")
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError("not installed")
+
+
+CONFIG, PROXY, METER = Asked(dim=4, sum=0), Lazy(), SimpleNamespace(mean=abs)
+
+
+def made_in(**names: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function in a module of another package, or in none."""
+    exec("def normed(gradient): return gradient / gradient.norm()", names)
+    return names["normed"]
+
+
+of_library, of_no_module = made_in(__name__="library.functions"), made_in()
+
+
+class Elementwise(Own):
+    """Names what has attributes of the names of a tensor's, and is none, in its step."""
+
+    def change(self, gradient: torch.Tensor) -> torch.Tensor:
+        if CONFIG.dim + METER.mean(1.0) + np.mean([1.0]) + CONFIG.sum + np.linalg.norm([0.0]) < 0:
+            return of_library(PROXY)
+        return gradient.sign() if CONFIG else of_no_module(gradient)
+
+
+@functools.lru_cache
+def of_functions(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient / torch.linalg.norm(gradient) + torch.Tensor.sum(gradient) * 0
+
+
+class ByFunctions(Own):
+    """Calls functions of torch's modules, in a cached function, from a static one."""
+
+    @staticmethod
+    def change(gradient: torch.Tensor) -> torch.Tensor:
+        return of_functions(gradient)
+
+
 class Named(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
@@ -164,7 +218,16 @@ def own_optimizers() -> list[str]:
     parameters = list(bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4)).parameters())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for cls in (Own, Centring, Normed, NormedInShards, Named, torch.optim.Rprop):
+        for cls in (
+            Own,
+            Centring,
+            Normed,
+            NormedInShards,
+            Elementwise,
+            ByFunctions,
+            Named,
+            torch.optim.Rprop,
+        ):
             deprecate._seen.discard(f"optimizer.{cls.__module__}.{cls.__qualname__}")
             for _ in range(2):
                 bmt.optim.OptimManager().add_optimizer(cls(parameters, lr=0.1))
@@ -176,7 +239,8 @@ def test_an_optimizer_that_computes_over_whole_tensors_is_told_once() -> None:
     [alone] = run_ranks(1, own_optimizers)
     first, second = run_ranks(2, own_optimizers)
     assert alone == ["Centring: its step() uses dim"] and second == []
-    assert first == ["Centring: its step() uses dim, mean", "Normed: its step() uses norm"]
+    whole = ("Centring: its step() uses dim, mean", "Normed: its step() uses norm")
+    assert first == [*whole, "ByFunctions: its step() uses norm, sum"]
 
 
 def asked_for_dimensions() -> list[list[str]]:
@@ -218,6 +282,7 @@ def indexed_outside() -> list[list[str]]:
 
     for use in (
         lambda: [weight[mask], weight[...], weight[:], weight.data.view(-1)[:1], block(torch.ones(2, 4))],
+        lambda: [t[m] for t in (weight, weight.data) for m in (mask.numpy(), mask.tolist(), True)],
         lambda: write_row(weight.data),
         lambda: [bias[:1], weight[1:2], weight.data[:2]],
     ):
@@ -246,8 +311,8 @@ class Rows(torch.nn.Linear):
 
 def test_a_script_that_indexes_shards_is_warned_once() -> None:
     for first, *others in (run_ranks(1, indexed_outside), run_ranks(2, indexed_outside)):
-        assert list(map(len, first)) == [0, 1, 0] and "bmtrain.whole" in first[1][0]
-        assert others in ([], [[[], [], []]])
+        assert list(map(len, first)) == [0, 0, 1, 0] and "bmtrain.whole" in first[2][0]
+        assert others in ([], [[[], [], [], []]])
 
 
 class Holder(torch.nn.Module):
@@ -287,6 +352,29 @@ def multiplied_outside() -> None:
 def test_a_shard_is_not_transposed_or_multiplied_as_a_vector() -> None:
     for world in (1, 2):
         run_ranks(world, multiplied_outside)
+
+
+def flat_data_alone() -> list[list[str]]:
+    """Products and transposes of the data on one rank, in a Block and outside, which are those of the flat vector."""
+    modules = [bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4)), bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4))]
+    modules[1] = bmt.Block(modules[1])
+    said = []
+    for param in [next(module.parameters()) for module in modules]:
+        deprecate._seen.discard("parameter.product")
+        flat = param.detach().clone().as_subclass(torch.Tensor)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for data in (param.data, flat):
+                assert torch.equal(data.t(), flat) and torch.equal(data.T, flat)
+                assert torch.equal(data @ flat, flat.dot(flat)) and torch.equal(flat @ data, flat.dot(flat))
+        caught = [w for w in caught if "matrix of shape (4, 4)" in str(w.message)]  # torch warns of T
+        assert all(w.filename == __file__ for w in caught)
+        said.append([str(w.message) for w in caught])
+    return said
+
+
+def test_flat_data_of_one_rank_are_multiplied_with_a_warning() -> None:
+    assert [len(messages) for messages in run_ranks(1, flat_data_alone)[0]] == [1, 1]
 
 
 class DifferentiatesItself(torch.nn.Module):

@@ -367,6 +367,38 @@ def kept_for_a_later_step(where: str) -> list[list[str]]:
     return said
 
 
+class KeepsBias(torch.nn.Module):
+    """Reads two small parameters, which are gathered together, and computes with an earlier copy of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.bias = (torch.nn.Parameter(torch.ones(DIM)) for _ in range(2))
+
+    def forward(self, x):
+        return x * self.scale + self.bias
+
+
+def kept_bias() -> list[str]:
+    deprecate._seen.discard("gather.kept")
+    model = bmt.BMTrainModelWrapper(KeepsBias())
+    bias = dict(model.named_parameters())["bias"]
+    kept = []
+    model.register_forward_hook(lambda module, args, out: kept.append(module.bias))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(torch.ones(2, DIM)).sum().backward(retain_graph=True)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(2)
+        kept[0].sum().backward()
+    assert [str(w.message).count(f"read from {bias._label},") for w in caught] == [1] * (bmt.rank() == 0)
+    assert torch.equal(bias.gather_grad(), torch.full((DIM,), 3.0 * bmt.world_size()))
+
+
+def test_the_parameter_whose_earlier_copy_is_used_is_named() -> None:
+    run_ranks(2, kept_bias)
+
+
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("where", ["forward", "script", "nowhere"])
 def test_a_tensor_that_is_kept_for_a_later_step_is_told_once(where, world):

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from harness import run_process, run_ranks
 from harness.namespaces import ip, joined_hosts
 
 import bmtrain as bmt
-from bmtrain._survive.joining import digest_of
+from bmtrain._survive.joining import Joining, digest_of
 from bmtrain.global_var import context
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +71,24 @@ def test_a_process_with_other_groups_is_told_apart() -> None:
     [(known, *others, again)] = run_ranks(1, digests)
     assert known == again
     assert len({known, *others}) == 5
+
+
+def refused() -> str:
+    """What a process is told whose optimizer has another group."""
+    parameters = list(bmt.BMTrainModelWrapper(torch.nn.Linear(3, 3)).parameters())
+    optimizers = [bmt.optim.SGDOptimizer(parameters[:1], lr=1.0)]
+    said: list[dict[str, str]] = []
+    newcomers = [({"digest": "another"}, SimpleNamespace(send=said.append)), None]
+    members = SimpleNamespace(newcomer=lambda: newcomers[0], drop_newcomer=lambda: newcomers.pop(0))
+    keeper = SimpleNamespace(optimizers=lambda: optimizers)
+    job: Any = SimpleNamespace(_members=members, _num_places=2, _keeper=keeper)
+    assert Joining.waiting_at(job, context()) == 0
+    return said[0]["why"]
+
+
+def test_a_process_with_other_groups_is_told_where_to_add_them() -> None:
+    [why] = run_ranks(1, refused)
+    assert "adds groups" in why and "before survive.steps()" in why
 
 
 @pytest.mark.skipif(shutil.which("ip") is None, reason="needs the program ip (Debian: iproute2)")
