@@ -100,7 +100,7 @@ class DistributedParameter(torch.nn.Parameter):
     #: Number of possible writes that no version counter counts: loads, and writes through ``data``.
     _unversioned_writes: int = 0
     _given: int = 0  # checksum of a whole that ranks were given each, see `_engine/replaced.py`
-    _given_at: int | None = None  # number of writes then, if a later one drops the checksum
+    _given_at: tuple[int, int, int] | None = None  # writes till then, if a later one drops the checksum
     #: Whether the data are temporarily the full tensor. See [Note: Writing to a whole parameter].
     _is_whole: bool = False
     _is_reread: bool  # a forward has read it more than once

@@ -19,10 +19,10 @@ PYTHON = {
     "watch": ("_watch", 1953),
     "ranks": ("_ranks global_var nccl synchronize utils", 4226),
     "shards": ("_shards parameter", 2039),
-    "engine": ("_engine", 8712),
+    "engine": ("_engine", 8724),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5716),
     "files": ("_files dcp distributed store weights", 4669),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_288),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_298),
     "survive": ("_survive survive", 2763),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_983),
 }

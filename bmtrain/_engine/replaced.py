@@ -47,11 +47,8 @@ class ReplacedParameters:
         """
         if optimizer in self._seen:
             return
+        self.look(optimizer)
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        for param in params:
-            given_at = getattr(param, "_given_at", None)
-            if given_at is not None and given_at != _num_writes(param):
-                param._given = 0  # its shard was written before the first step
         stale = [
             p for p in params if _MARK in getattr(p, "__dict__", ()) and p.requires_grad and p.grad is None
         ]
@@ -63,6 +60,17 @@ class ReplacedParameters:
             )
         self._seen.add(optimizer)
         self._warn_of_used(set(map(id, params)))
+
+    def look(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drops checksums of parameters that were written before the first update, of which this is called."""
+        if optimizer in self._seen:
+            return
+        for param in (p for group in optimizer.param_groups for p in group["params"]):
+            given_at = getattr(param, "_given_at", None)
+            if given_at is not None:
+                param._given_at = None
+                if _is_written(param, given_at):
+                    param._given = 0
 
     def _warn_of_used(self, trained: set[int]) -> None:
         """Warns of replaced parameters that a backward has reached, and that are not in ``trained``."""
@@ -97,14 +105,18 @@ def note_given(param: Any, whole: Any) -> None:
 
 def forget_if_written(param: Any) -> None:
     """Lets later writes to the shard drop what :func:`note_given` has just recorded."""
-    param._given_at = _num_writes(param)
+    param._given_at = _writes(param)
 
 
-def _num_writes(param: Any) -> int:
-    owner: Any = param if param._block is None else param._block
-    data = owner._data_version
-    writes: int = param._version
-    return writes if data is None else writes + data.num_writes
+def _writes(param: Any) -> tuple[int, int, int]:
+    """Numbers of writes to the shard, of writes through ``.data`` (of all parameters of a Block), of reads of it."""
+    data = (param if param._block is None else param._block)._data_version
+    return param._version, 0 if data is None else data.num_writes, param._unversioned_writes
+
+
+def _is_written(param: Any, before: tuple[int, int, int]) -> bool:
+    own, through_data, reads = (now != then for now, then in zip(_writes(param), before, strict=True))
+    return own or (through_data and reads)
 
 
 @functools.cache

@@ -47,6 +47,8 @@ class EarlySteps:
                 "call step() before the next one, or accumulate gradients by OptimManager(accumulate=...)"
             )
         engine = current_engine(context("OptimManager.backward"))
+        for optimizer in optimizers:
+            engine.replaced.look(optimizer)
         self._is_spent = True
         self.num_blocks = 0
         self._owners = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
+from itertools import compress
 from typing import Any
 
 import torch
@@ -71,7 +72,10 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Returns hyperparameters, name and number of gradients of each group with distributed parameters."""
     names = getattr(optimizer, "defaults", {"lr": None})
     return [
-        {"of": f"group {index} of {type(optimizer).__name__}", _GIVEN: _given_to(group["params"])}
+        {
+            "of": f"group {index} of {type(optimizer).__name__}",
+            _GIVEN: [getattr(p, "_given", 0) for p in group["params"]],
+        }
         | {name: _number(group[name]) for name in names if name in group}
         | {_GRADIENTS: sum(map(_has_gradient, group["params"]))}
         for index, group in enumerate(optimizer.param_groups)
@@ -84,9 +88,12 @@ def _has_gradient(p: torch.Tensor) -> bool:
     return isinstance(p, DistributedParameter) and gradient_of(p) is not None
 
 
-def _given_to(parameters: Iterable[Any]) -> int:
-    """Returns a checksum of what the wrapper and loads of state dicts gave to parameters."""
-    return zlib.crc32(repr([getattr(p, "_given", 0) for p in parameters]).encode())
+def _compare_known(everyone: list[list[dict[str, Any]]]) -> None:
+    """Puts one checksum for a group, without parameters that a rank has written alone, in the place of several."""
+    for of_ranks in zip(*everyone, strict=False):
+        is_known = [all(given) for given in zip(*(group[_GIVEN] for group in of_ranks), strict=False)]
+        for group in of_ranks:
+            group[_GIVEN] = zlib.crc32(repr(list(compress(group[_GIVEN], is_known))).encode())
 
 
 def _number(value: Any) -> Any:
@@ -102,6 +109,7 @@ def _number(value: Any) -> Any:
 def _tell(groups: list[dict[str, Any]]) -> None:
     """Warns on rank 0 of the first difference of each kind. Collective."""
     everyone = gather_json(groups, _LABEL, context("OptimManager.step").world.comm)
+    _compare_known(everyone)
     differences = [
         (name, f"{name} of {group['of']} is {group[name]} on rank 0 and {other[name]} on rank {number}")
         for number, others in enumerate(everyone)

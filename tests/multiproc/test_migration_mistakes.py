@@ -630,6 +630,56 @@ def write_all(model: torch.nn.Module, way: str, stored: dict[str, torch.Tensor],
                     param.copy_(stored[name])
 
 
+#: What ranks write to a parameter before the first step, of which they have a part.
+WRITES_OF_OWNERS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "first elements": lambda p, part: p.data[:4].zero_() if p._start_partition == 0 else None,
+    "non-empty parts": lambda p, part: p.copy_(part) if part.numel() else None,
+    "data of one": lambda p, part: p.data.copy_(part) if p.full_shape == (8, 8) else None,
+    "one": lambda p, part: p.copy_(part) if p.full_shape == (8, 8) else None,
+}
+
+
+def weights_of_owners(way: str, in_block: bool, seeds: int) -> list[str]:
+    """Warnings of a run in which ranks write what they own, of equal weights or of as many different ones."""
+    torch.manual_seed(bmt.rank() % seeds)
+    model = bmt.BMTrainModelWrapper(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)))
+    model = bmt.Block(model) if in_block else model
+    with torch.no_grad():
+        for p in model.parameters():
+            stored = torch.arange(1.0, 1 + p.full_shape.numel())
+            if way in WRITES_OF_OWNERS:
+                WRITES_OF_OWNERS[way](p, stored[p._start_partition : p._end_partition])
+    manager = bmt.optim.OptimManager(step_in_backward=way == "step_in_backward")
+    manager.add_optimizer(bmt.optim.SGDOptimizer(model.parameters(), lr=1e-3))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            manager.zero_grad()
+            manager.backward(model(torch.full((2, 8), bmt.rank() + 1.0)).square().mean())
+            manager.step()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("in_block", [False, True])
+@pytest.mark.parametrize(
+    ("way", "seeds", "is_told"),
+    [
+        ("first elements", 1, False),
+        ("non-empty parts", 3, False),
+        ("data of one", 1, False),
+        ("data of one", 3, True),  # the others are mixed
+        ("one", 3, True),
+        ("step_in_backward", 1, False),
+        ("step_in_backward", 3, True),
+    ],
+)
+def test_what_owners_write_is_no_difference_and_hides_none(
+    way: str, seeds: int, is_told: bool, in_block: bool
+) -> None:
+    told, *others = run_ranks(3, weights_of_owners, way, in_block, seeds, fresh=True)
+    assert [len(told), others] == [is_told, [[], []]] and all("checksums" in each for each in told)
+
+
 def weights_of_some_ranks(where: str, path: str = "") -> list[str]:
     """Warnings of a run in which rank 0 alone loads weights, as for DistributedDataParallel, which broadcasts."""
     torch.manual_seed(bmt.rank() if path else 0)
