@@ -17,7 +17,7 @@ from ..distributed.checkpoint.snapshot import Run, Snapshot
 from ..distributed.checkpoint.spread import Spread, spread_of
 from ..global_var import context
 from ..optim._arrays import MASTER, layout_of, numbered_parameters, take_changed_value
-from ..optim._old_bounds import SLICE_BYTES
+from ..optim._saved_states import SLICE_BYTES
 from ..optim._state import load_optimizer_state
 from ..parameter import DistributedParameter
 from ..weights import Stored, runs_of

@@ -19,8 +19,8 @@ from .._ranks import context
 from .._ranks.agree import largest
 from ..parameter import DistributedParameter, gather_flat, shard_of, whole_shape
 from ._narrow import stored_shape, values_of
-from ._old_bounds import SLICE_BYTES, at_present_bounds, is_of_whole_parameters
 from ._owners import is_here
+from ._saved_states import SLICE_BYTES, at_present_bounds, is_of_whole_parameters
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "_param_fp32"

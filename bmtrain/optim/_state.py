@@ -16,7 +16,8 @@ from torch import Tensor
 from ..global_var import rank
 from ..parameter import DistributedParameter, gather_flat, shard_of, whole_shape
 from ._arrays import MASTER, numbered_parameters, warn_of_large_state
-from ._old_bounds import (
+from ._owners import is_here
+from ._saved_states import (
     SCALARS,
     SLICE_BYTES,
     at_present_bounds,
@@ -25,7 +26,6 @@ from ._old_bounds import (
     exchange,
     is_of_whole_parameters,
 )
-from ._owners import is_here
 
 #: Keys that detect a load at another layout or on another rank.
 MARKS = "shard_sizes", "slice_bytes", "rank"

@@ -13,7 +13,7 @@ from ..._model.outline import outline_of
 from ..._ranks.agree import broadcast_json, failing_together, on_all_ranks, on_rank_0
 from ...global_var import context
 from ...optim._arrays import layout_of, numbered_parameters
-from ...optim._old_bounds import SLICE_BYTES, bounds_before
+from ...optim._saved_states import SLICE_BYTES, bounds_before
 from ...optim._state import load_optimizer_state
 from ...optim.optim_manager import OptimManager
 from ...parameter import whole_shape

@@ -23,7 +23,7 @@ from ..._shards.at_rest import show, stored_shard_of
 from ..._shards.stage import StagedShardSpec
 from ...global_var import context
 from ...optim._arrays import MASTER, numbered_parameters
-from ...optim._old_bounds import SLICE_BYTES
+from ...optim._saved_states import SLICE_BYTES
 from ...optim._sharded import ShardedOptimizer
 from ...optim._state import MARKS
 from ...optim.optim_manager import OptimManager

@@ -1,4 +1,4 @@
-"""Recognition of whole states, descriptions of states for other ranks, and conversion of old states.
+"""Recognition of whole states, descriptions of states and their exchange, and conversion of old states.
 
 Where the number of ranks does not divide a block's buffer into multiples of 128 bytes, its shards had other bounds
 before partitions were rounded up ([Note: Aligned slices] in csrc/shard/buffer_spec.h). The old bounds follow from the
