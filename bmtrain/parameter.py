@@ -104,7 +104,6 @@ class DistributedParameter(torch.nn.Parameter):
     #: Whether the data are temporarily the full tensor. See [Note: Writing to a whole parameter].
     _is_whole: bool = False
     _is_reread: bool  # a forward has read it more than once
-    _is_inside: bool = False  # the forward of a Block that does not own it has read it
     _block: BlockRef | None
     #: Whether it was trained when its Block was built; the Block's copies, and itself when built again, are cut alike.
     _trains_in_block: bool

@@ -15,6 +15,7 @@ moments of a call: recomputation (`recompute.py`), activations on the host (`off
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache, partial, wraps
 from typing import Any
@@ -26,7 +27,7 @@ from torch.nn.utils import parametrize
 from .._base.tensors import take_views_again, with_shared_bases
 from .._base.tree import detached, distinct, has_containers, replace_arguments, replace_tensors, tensors_of
 from .._C import GraphRoots, attach_island, find_older_node, next_node_number, write_products_in_place
-from .._shards.grad_readers import refuse_inside_of_block
+from .._shards.grad_readers import CALL, refuse_hidden
 from .block_state import BlockState
 from .engine import Engine
 from .host_activations import HostActivations
@@ -217,6 +218,8 @@ class BlockCall:
             given |= dict(list(zip(ids, attached, strict=True))[self.num_visible :])
             take_views_again(inner, attached, given)
         attach_island(attached, inputs, self.backward)
+        node: Any = attached[0].grad_fn  # a view's leads to that of the call
+        (node.next_functions[0][0] if attached[0]._is_view() else node).metadata[CALL] = weakref.ref(self)
         if has_views:  # hooks of a visible base see what comes to its views
             take_views_again(inner, attached, dict(zip(ids[: self.num_visible], attached, strict=False)))
         return attached
@@ -357,15 +360,15 @@ def kept_alive(block: BlockState, result: Any, given: Collection[int] = ()) -> A
 
 
 @cache
-def refuse_parameters_as_inputs() -> None:
-    """Makes a Block's parameters an error among the inputs of ``torch.autograd.grad()`` and ``backward(inputs=)``."""
+def refuse_partial_gradients() -> None:
+    """Makes ``torch.autograd.grad()`` and ``backward(inputs=)`` refuse inputs of which they would miss a part."""
     autograd: Any = torch.autograd
     plain = autograd._engine_run_backward  # which both call, by whatever names they were imported
 
     @wraps(plain)
     def run(outputs: Any, grads: Any, keep: Any, create: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        for param in inputs:
-            refuse_inside_of_block(param, outputs)
+        if inputs:
+            refuse_hidden(outputs, inputs)
         return plain(outputs, grads, keep, create, inputs, *args, **options)
 
     autograd._engine_run_backward = autograd.graph._engine_run_backward = run

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from .._base.tree import detached, tensors_of
 from .._C import GraphRoots
+from .._shards.grad_readers import is_used_for
 from .block_state import unreturned_tensor_error
 from .call import BlockCall, Graph, Part, Run
 
@@ -133,8 +134,8 @@ class SeveralResults(Part):
             retains = outer is not None and outer.retains_grad and outer._version == version
             if not hooks and not retains:
                 continue
-            others = [_edge_of(outputs[other]).node for other, *_ in self._outer if other != index]
-            if _is_reached(_edge_of(outputs[index]), others):
+            others = [outputs[other] for other, *_ in self._outer if other != index]
+            if is_used_for(outputs[index], others):
                 raise RuntimeError(
                     f"{call.block.label}: a hook or retain_grad() on result {index} of those with gradients, with "
                     "which its forward computes another result, would get only the gradient from outside the Block; "
@@ -143,26 +144,8 @@ class SeveralResults(Part):
         return outputs, leaves
 
 
-def _edge_of(output: Any) -> GradientEdge:
-    return output if isinstance(output, GradientEdge) else get_gradient_edge(output)
-
-
 def _gives_total(hook: Any) -> bool:
     return hasattr(getattr(hook, "__self__", None), "gives_total")
-
-
-def _is_reached(edge: GradientEdge, nodes: list[Any]) -> bool:
-    """Whether the graph leads from ``nodes`` to the tensor of ``edge``."""
-    seen: dict[int, Any] = {}  # kept, so that no other has the identity
-    while nodes:
-        node = nodes.pop()
-        if node is None or id(node) in seen:
-            continue
-        seen[id(node)] = node
-        if (edge.node, edge.output_nr) in node.next_functions:
-            return True
-        nodes += [following for following, _ in node.next_functions]
-    return False
 
 
 def _without_history(label: str) -> Any:

@@ -55,8 +55,6 @@ class Results:
 
     def read(self, param: DistributedParameter) -> torch.Tensor:
         """Returns the full tensor, the same as before if it is unchanged. Collective."""
-        engine: Any = context().engine
-        param._is_inside |= bool(engine.calls)
         mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         if mode not in self._modes:
             self._modes.add(mode)

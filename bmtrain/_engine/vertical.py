@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 
 from .._base.layers import LayerSequence, run_layers
 from .._base.opaque import opaque
@@ -92,6 +93,8 @@ def _joined(engine: Engine, block: BlockState | None, hidden: list[_Hidden]) -> 
     """Puts one node behind all hidden states, the results of ``block``; None: the inputs of the first block."""
 
     def backward(gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        if not Variable._execution_engine.is_checkpoint_valid():  # grad(), backward(inputs=): nothing is sent
+            return gradients
         turn = engine.gradients.turn
         if turn is not None:
             turn.end()

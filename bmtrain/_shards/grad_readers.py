@@ -13,12 +13,14 @@ they are not part of the graph, and hidden.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
 import torch
 from torch._subclasses import meta_utils
 from torch.amp import grad_scaler
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import clip_grad
 from torch.optim import _adafactor, lbfgs
 
@@ -89,21 +91,92 @@ def _refuse_whole_tensor_tools(param: torch.Tensor, reader: FrameType) -> None:
     )
 
 
-def refuse_inside_of_block(param: Any, outputs: Any) -> None:
-    """Refuses a Block's parameter as an input of a backward through Blocks; functions of a shard itself are right."""
-    is_inside = getattr(param, "_block", None) is not None and not param._is_full()
-    if not (is_inside or getattr(param, "_is_inside", False)):
+#: Key of a weak reference to the call in the metadata of its node.
+CALL = "bmtrain"
+
+
+def refuse_hidden(outputs: tuple[Any, ...], inputs: Any) -> None:
+    """Refuses inputs of a backward of whose gradient a part would be lost.
+
+    [Note: Inputs that Blocks hide]
+    torch runs the nodes that lead to the inputs, and sees one node of a Block. That leads to the Block's arguments
+    alone: not to its parameters, to leaves that its forward reads elsewhere, or to a result with which it computes
+    another one. Each call's node names the call, so that its graph is searched for inputs before any node runs.
+    """
+    inputs = [given for given in inputs if isinstance(given, (torch.Tensor, GradientEdge))]
+    used = {_edge_of(output) for output in outputs}  # edges of the graph
+    nodes = list(_nodes_of(outputs))
+    islands = [node for node in nodes if node.name() in ("bmtrain::Island", "_PipelineBackward")]
+    if not islands:
         return
-    waiting = [output.grad_fn if isinstance(output, torch.Tensor) else output.node for output in outputs]
-    seen = set()
+    used.update(edge for node in nodes for edge in node.next_functions)
+    for given in inputs:
+        if getattr(given, "_block", None) is not None and not given._is_full():
+            raise _error(
+                given,
+                "of a Block, to which no graph leads; use backward(), with requires_grad_(False) on parameters "
+                "that get none, in forward too",
+            )
+        node, number = _edge_of(given)
+        if node is not None and node.name() == "torch::autograd::Identity":
+            node, number = node.next_functions[0]
+        call = _call_of(node)
+        if call is not None and call.outputs:
+            others = [call.outputs[other] for island, other in used if island is node and other != number]
+            if is_used_for(call.outputs[number], others):
+                raise _error(
+                    given,
+                    f"as result {number} of a Block ({call.block.label}), with which its forward computes another "
+                    "result; let two Blocks compute them",
+                )
+    leaves, inner = {id(given): given for given in inputs}, {_edge_of(given)[0]: given for given in inputs}
+    for island in islands:  # with those inside of others
+        call = _call_of(island)
+        for node in () if call is None else _nodes_of(call.outputs):
+            if node.name() == "bmtrain::Island":
+                islands.append(node)
+            is_leaf = node.name() == "torch::autograd::AccumulateGrad"
+            given = inner.get(node, leaves.get(id(node.variable)) if is_leaf else None)
+            if given is not None:
+                raise _error(
+                    given,
+                    f"which the forward of a Block ({call.block.label}) reads other than as an argument; pass it "
+                    "as an argument, or use backward(), with requires_grad_(False) on parameters that get none",
+                )
+
+
+def _error(given: Any, problem: str) -> RuntimeError:
+    shape = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else "an edge"
+    name = getattr(given, "_label", shape)
+    return RuntimeError(f"torch.autograd.grad() or backward(inputs=...): got {name} {problem}")
+
+
+def _call_of(node: Any) -> Any:
+    reference = node.metadata.get(CALL) if node is not None and node.name() == "bmtrain::Island" else None
+    return reference and reference()
+
+
+def _edge_of(tensor: Any) -> tuple[Any, int]:
+    """Returns node and number of a tensor or GradientEdge; of a leaf no node."""
+    if isinstance(tensor, torch.Tensor):
+        return tensor.grad_fn, tensor.output_nr
+    return tensor.node, tensor.output_nr
+
+
+def _nodes_of(tensors: Iterable[Any]) -> Iterator[Any]:
+    """Yields each node that made ``tensors``, or that leads to them, once."""
+    waiting, seen = [_edge_of(tensor)[0] for tensor in tensors], set()
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "bmtrain::Island":
-            raise RuntimeError(
-                f"torch.autograd.grad() or backward(inputs=...): got {param._label} of a Block, to which no graph "
-                "leads; use backward(), with requires_grad_(False) on parameters that get none, in forward too"
-            )
-        waiting += [following for following, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]
+
+
+def is_used_for(tensor: Any, others: Iterable[Any]) -> bool:
+    """Whether ``others`` were computed with ``tensor``."""
+    edge = _edge_of(
+        get_gradient_edge(tensor) if isinstance(tensor, torch.Tensor) else tensor
+    )  # also of a leaf
+    return any(edge in node.next_functions for node in _nodes_of(others))

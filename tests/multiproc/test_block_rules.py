@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import weakref
 from typing import Any
 
@@ -396,8 +397,81 @@ def inputs_after_a_whole_backward() -> None:
     assert are_shards(block)
 
 
+class Gathering(Layer):
+    """Reads a parameter of another module by itself."""
+
+    def forward(self, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return super().forward(x, *rest) * self.held[0].gather()
+
+
+def inputs_read_elsewhere() -> None:
+    """Leaves that a Block's forward reads from an attribute, of which torch would lose the part in the Block."""
+    w = torch.ones(6, requires_grad=True)
+    p = bmt.DistributedParameter(torch.ones(6))
+    x = torch.randn(2, 6, requires_grad=True)
+    for recompute in (True, False):
+        holding, gathering = (
+            bmt.Block(distribute(kind()), use_checkpoint=recompute) for kind in (Holding, Gathering)
+        )
+        holding._module.held, gathering._module.held = w, [p]
+        around = bmt.Block(bmt.BMTrainModelWrapper(torch.nn.Sequential(holding)), use_checkpoint=False)
+        for block, leaf in ((holding, w), (gathering, p), (around, w)):
+            for loss in (block(x).sum(), (block(x * 1).sum() * (w if leaf is w else p.gather())).sum()):
+                for inputs in ([x, leaf], [leaf], [torch.autograd.graph.get_gradient_edge(leaf)]):
+                    with pytest.raises(
+                        RuntimeError, match=r"of a Block \(.*other than as an argument; pass it"
+                    ):
+                        torch.autograd.grad(loss, inputs, allow_unused=True)
+                with pytest.raises(RuntimeError, match="other than as an argument"):
+                    loss.backward(inputs=[leaf])
+                assert leaf.grad is None and torch.autograd.grad(loss, x)[0] is not None
+            assert are_shards(holding)
+        # Elsewhere it is like any other.
+        (got,) = torch.autograd.grad((Layer()(torch.ones(2, 6)) * p.gather()).sum() + p.gather().sum(), p)
+        assert got.shape == p.shape
+        loss = bmt.Block(distribute(Layer()), use_checkpoint=recompute)(x * w).sum() * w.sum()
+        assert torch.autograd.grad(loss, w)[0].shape == w.shape
+
+
+class Several(Layer):
+    """Returns its result together with another, which is computed of it or apart."""
+
+    def forward(self, x: torch.Tensor, *rest: Any) -> Any:
+        y = super().forward(x, *rest)
+        return y, (y if self.held else x).square()
+
+
+def inputs_used_for_other_results() -> None:
+    x = torch.randn(2, 6, requires_grad=True)
+    for recompute, one_of_other in itertools.product((True, False), repeat=2):
+        block = bmt.Block(distribute(Several()), use_checkpoint=recompute)
+        block._module.held = one_of_other
+        y, z = block(x)
+        for alone, given in ((y.exp().sum(), y), (z.exp().sum(), z)):  # all of its gradient is seen outside
+            assert torch.equal(torch.autograd.grad(alone, given, retain_graph=True)[0], given.exp())
+        for loss in ((y.exp() * z).sum(), (block(y * 1)[0] + z).sum(), z.sum()):
+            if one_of_other:
+                with pytest.raises(
+                    RuntimeError, match=r"got a tensor of shape \(2, 6\) as result 0 of a Block"
+                ):
+                    torch.autograd.grad(loss, y, retain_graph=True, allow_unused=True)
+            else:
+                torch.autograd.grad(loss, y, retain_graph=True, allow_unused=True)
+            assert torch.autograd.grad(loss, z, retain_graph=True)[0] is not None
+
+
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("body", [foreign_history, left_behind, refused, inputs_after_a_whole_backward])
+@pytest.mark.parametrize(
+    "body",
+    [
+        foreign_history,
+        left_behind,
+        refused,
+        inputs_after_a_whole_backward,
+        inputs_read_elsewhere,
+        inputs_used_for_other_results,
+    ],
+)
 def test_what_cannot_be_right_raises(world: int, body: Any) -> None:
     run_ranks(world, body)
 

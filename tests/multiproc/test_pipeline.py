@@ -265,6 +265,9 @@ def gradients_of_inputs() -> None:
     x = torch.randn(BATCH, DIM, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"through a pipeline.*use backward\(\)"):
         torch.autograd.grad(pipeline(x, x, torch.zeros(2 * DIM), flag="mask").sum(), x)
+    for inputs in (list(pipeline.parameters()), [x, *pipeline.parameters()]):
+        with pytest.raises(RuntimeError, match=r"got parameter .* of a Block.*requires_grad_"):
+            pipeline(x, x, torch.zeros(2 * DIM), flag="mask").sum().backward(inputs=inputs)
     assert all(p.grad is None for p in pipeline.parameters())
     pipeline(x, x, torch.zeros(2 * DIM), flag="mask").sum().backward()
     assert x.grad is not None

@@ -214,6 +214,34 @@ def test_further_arguments_frozen_blocks_and_a_manager() -> None:
     run_ranks(2, compare_pairs)
 
 
+def inputs_between(policy: dict[str, Any]) -> None:
+    """Gradients of inputs, between the backwards of one accumulation."""
+    layers, others = layers_of(policy), layers_of(policy)
+    inputs = [x.requires_grad_() for x in batches(0, 3)]
+    for number, model in enumerate((layers, others)):
+        with bmt.no_sync():
+            model(inputs[0]).square().sum().backward()
+        if number == 0:
+            for x in inputs:
+                x.grad = None
+            found = layers.vertical(inputs)
+            hidden = torch.autograd.grad(sum(out.square().sum() for out in found), found, retain_graph=True)
+            assert all(map(torch.equal, hidden, (2 * out for out in found)))
+            got = torch.autograd.grad(sum(out.square().sum() for out in found), inputs)
+            expected = [torch.autograd.grad(layers(x).square().sum(), x)[0] for x in inputs]
+            assert all(map(torch.equal, got, expected))
+            assert all(p.grad is None for p in layers.parameters())
+        model(inputs[1]).square().sum().backward()
+    gradients = zip(layers.parameters(), others.parameters(), strict=True)
+    assert all(torch.equal(p.grad, q.grad) for p, q in gradients)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("policy", [{}, {"recompute": "off"}, {"recompute": "whole"}])
+def test_gradients_of_inputs_leave_an_accumulation_open(world: int, policy: dict[str, Any]) -> None:
+    run_ranks(world, inputs_between, policy)
+
+
 def fail_and_go_on(policy: dict[str, Any]) -> None:
     """Exceptions in a forward, in a backward between two micro-batches of a block, and in a block's own."""
     small_chunks()
