@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
-from torch.fx import _symbolic_trace
+from torch.fx import _symbolic_trace as fx
 
 from .._base.tensors import gathering_error
 from ..errors import CommunicationError
@@ -169,7 +169,7 @@ class Context:
 _ZERO_KINDS = {None: GroupKind.ZERO, "tp": GroupKind.TP_ZERO, "ep": GroupKind.EP_ZERO}
 _STAGE_ZERO_KINDS = {None: GroupKind.PP_ZERO, "tp": GroupKind.PP_TP_ZERO, "ep": GroupKind.PP_EP_ZERO}
 
-_OF_MAKE_FX = torch._C._TorchDispatchModeKey.PROXY
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 _current: Context | None = None
 #: The rank that this process was forked from.
@@ -200,8 +200,8 @@ def require_gathering(what: str) -> None:
     Raises:
         RuntimeError: a transform of torch.func is running or a graph is traced, or this process was forked from a rank.
     """
-    is_traced = torch._C._get_tracing_state() is not None or torch.compiler._is_exporting_flag
-    is_traced |= _symbolic_trace._is_fx_tracing_flag or torch._C._get_dispatch_mode(_OF_MAKE_FX) is not None
+    is_traced = torch._C._get_tracing_state() is not None or torch.compiler.is_exporting()
+    is_traced |= getattr(fx, "_is_fx_tracing_flag", False) or torch._C._get_dispatch_mode(_PROXY) is not None
     if forked_from is not None or peek_interpreter_stack() is not None or is_traced:
         refuse_child(what)
         raise gathering_error(what, is_traced)

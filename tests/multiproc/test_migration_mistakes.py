@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bmtrain as bmt
 from bmtrain._base import deprecate
 from bmtrain._engine.replaced import note_given
+from bmtrain._ranks.context import require_gathering
 from bmtrain.errors import CommunicationError
 
 OPTIMIZERS = [torch.optim.SGD, bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer]
@@ -509,6 +510,12 @@ def traced() -> None:
     assert torch.equal(torch.fx.symbolic_trace(wrapped)(x), plain(x))
     with pytest.raises(RuntimeError, match="torch.fx or torch.export"):  # it would keep the present weight
         torch.fx.symbolic_trace(bmt.BMTrainModelWrapper(Multiplies()))
+
+
+def test_gathering_needs_no_private_flag_of_torch_fx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which a later torch may lack."""
+    monkeypatch.delattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag")
+    require_gathering("a Block")
 
 
 def test_traces_of_torch_name_the_model_that_they_need() -> None:
