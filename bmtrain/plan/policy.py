@@ -26,7 +26,7 @@ class TrainingPolicy:
         micro_batch: samples of one forward of one rank, or of one group of tensor-parallel and sequence ranks.
         level: ZeRO level of every block, 0 to 3.
         recompute: recomputation, as for :class:`bmtrain.BlockPolicy`; True is ``"whole"``, False ``"off"``.
-        offload: share of the optimizer's work and state that is on the host, from 0 to 1.
+        offload: share of the optimizer's work and state that is on the host, from 0 to 1; True is 1, False 0.
         accumulate: forwards and backwards before one optimizer step.
         tp_size: tensor-parallel ranks.
         pipe_size: pipeline stages.
@@ -62,7 +62,7 @@ class TrainingPolicy:
     micro_batch: int = 1
     level: int = 3
     recompute: Recompute | Literal["off", "whole", "selective"] | bool = True
-    offload: float = 0.0
+    offload: float | bool = 0.0
     accumulate: int = 1
     tp_size: int = 1
     pipe_size: int = 1
@@ -89,6 +89,8 @@ class TrainingPolicy:
         if self.vertical and self.pipe_size > 1:
             raise ValueError(f"vertical: expected pipe_size=1, got {self.pipe_size}")
         check_schedule(self.schedule, self.pipe_size, self.micros, self.chunks)
+        if isinstance(self.offload, bool):
+            object.__setattr__(self, "offload", float(self.offload))
         for name in ("offload", "host_share", "disk_share"):
             require_number(name, getattr(self, name))
         on_host, is_muon, is_whole = self.parameters == "host", self.optimizer == "muon", self.host_share == 1

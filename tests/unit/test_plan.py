@@ -185,6 +185,12 @@ def test_what_cannot_be_described_is_told() -> None:
         TrainingPolicy(level=4)
 
 
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_a_bool_is_the_whole_share_or_none(is_offloaded: bool) -> None:
+    policy = TrainingPolicy(offload=is_offloaded)
+    assert repr(policy) == repr(TrainingPolicy(offload=float(is_offloaded)))
+
+
 def test_each_way_of_summing_gradients_is_counted() -> None:
     machine = MACHINES["a100-80gb"].with_devices(32)
     plans = {
