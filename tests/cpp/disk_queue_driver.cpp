@@ -1,5 +1,5 @@
 // Drives ThreadQueue with allocations that fail at the start of a transfer: see
-// tests/unit/test_disk_queue.py.
+// tests/unit/test_disk_queue.py, which gives the folder of the file.
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -64,8 +64,8 @@ bool fails(const Queue& queue) {
 
 }  // namespace
 
-int main() {
-  const auto file = std::make_shared<bmtrain::DiskFile>("/tmp");
+int main(int, char** arguments) {
+  const auto file = std::make_shared<bmtrain::DiskFile>(arguments[1]);
   file->reserve(bmtrain::kDiskAlignment);
   int allocations = 0;
   for (bool is_started = false; !is_started; ++allocations) {

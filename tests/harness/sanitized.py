@@ -83,9 +83,10 @@ def torch_environment() -> dict[str, str]:
     return {"ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin"}
 
 
-def run_driver(program: Path, environment: Mapping[str, str] | None = None) -> None:
-    """Run it: it must print ``ok``, and no sanitizer may report anything."""
-    result = subprocess.run([program], capture_output=True, text=True, timeout=120, env=environment)
+def run_driver(program: Path, environment: Mapping[str, str] | None = None, *arguments: Path) -> None:
+    """Run it with ``arguments``: it must print ``ok``, and no sanitizer may report anything."""
+    command = [program, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     if "unexpected memory mapping" in result.stderr:
         pytest.skip("ThreadSanitizer cannot run with this kernel's address space layout")
     assert (result.returncode, result.stdout, result.stderr) == (0, "ok\n", "")

@@ -267,7 +267,7 @@ def test_a_transfer_that_cannot_start_is_an_error(tmp_path: Path) -> None:
             *(f"csrc/common/{name}.cpp" for name in ("thread_pool", "latch", "race_point")),
         ],
     }
-    run_driver(build_with_torch(tmp_path, units, "undefined"))
+    run_driver(build_with_torch(tmp_path, units, "undefined"), None, tmp_path)
 
 
 def test_container_without_io_uring(tmp_path: Path) -> None:
