@@ -18,7 +18,7 @@ from ._base.unseen import TORCH_DATA, TORCH_GRAD, data_of, gradient_of
 from ._ranks.agree import largest
 from ._ranks.context import current, require_gathering, require_intact
 from ._shards import penalties
-from ._shards.at_rest import show, show_together
+from ._shards.at_rest import show, show_together, stored_shard_of, zero_consumed
 from ._shards.block_ref import BlockRef, multiplied_from_left
 from ._shards.data_version import DataVersion
 from ._shards.draws import (
@@ -201,6 +201,8 @@ class DistributedParameter(torch.nn.Parameter):
         if code.co_name == "zero_grad":  # torch's methods look whether there is a gradient
             self._forget_unsent()
         elif self._stored is not None and gradient is not None:
+            if reader.f_code.co_name == "_apply":
+                zero_consumed(self)
             show(self, gradient=True)
         if self._sent is not None:
             self._sent.drop()
@@ -215,6 +217,8 @@ class DistributedParameter(torch.nn.Parameter):
             self._sent.drop()
         if value is None:
             self._forget_unsent()
+        if (stored := stored_shard_of(self)) is not None:
+            stored.note_replaced_gradient(self)
         TORCH_GRAD.__set__(self, value)
 
     @grad.deleter

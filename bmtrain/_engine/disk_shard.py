@@ -65,7 +65,9 @@ class StoredShard:
         self._sealed_gradients: Any = None
         self._is_shown = False  # whether a gradient was read by others since it was written
         self._is_due = False  # whether gradients are in memory only
-        self._spent: Any = None  # mark of gradients that an update has used
+        self._consumed: dict[
+            int, int
+        ] = {}  # versions of gradients that an update has used, by id of a parameter
         #: Whether parameters stay in memory after a call, for an update inside the backward, and it has them.
         self.waits_for_update = self.is_taken = False
         self._is_checked = True  # whether the parameters at rest were compared since they were written
@@ -209,7 +211,8 @@ class StoredShard:
             array.take()
             assert array.memory is not None
             self.buffer.use_gradient_memory(array.memory)
-        self._is_due, self._spent = True, None
+        self._is_due = True
+        self._consumed.clear()
 
     def fetch_gradients(self) -> None:
         """Starts to read the gradients, unless they are in memory."""
@@ -298,34 +301,42 @@ class StoredShard:
         self.is_taken, self._is_due = True, False
         if self.gradients is not None:
             self.seal_gradients()
-            self._spent = self._sealed_gradients
+            marks = zip(self.members, self._gradient_mark(), strict=True)
+            self._consumed = {id(p): mark for p, mark in marks if mark is not None}
 
     @property
-    def is_spent(self) -> bool:
-        """Whether an update has used gradients that no code has written since; memory and drive have them no more."""
-        marks = zip(self._spent or (), self._gradient_mark(), strict=False)
-        if not any(spent is not None and spent == mark for spent, mark in marks):
-            self._spent = None
-        return self._spent is not None
+    def lacks_gradients(self) -> bool:
+        """Whether an update has consumed gradients that no code has written since: there is no copy of them."""
+        found = ((self._consumed.get(id(p)), _present_gradient(p)) for p in self.members if self._consumed)
+        return any(gradient is not None and version == gradient._version for version, gradient in found)
 
     def require_gradients(self) -> None:
         """Called before gradients are read, or added to.
 
         Raises:
-            RuntimeError: they are spent.
+            RuntimeError: an update has consumed some.
         """
-        if self.is_spent:
+        if self.lacks_gradients:
             raise RuntimeError(
                 f"gradients of {self.label}: the update inside the last backward (step_in_backward=True) has used "
                 "them, and a drive does not keep them; call zero_grad() before the next backward and step, and for a "
                 "script that reads .grad keep gradients in memory: BlockPolicy(gradients='device')"
             )
 
+    def note_replaced_gradient(self, p: Tensor) -> None:
+        """Called when a script assigns to ``.grad``."""
+        self._consumed.pop(id(p), None)
+
     def give_back(self) -> None:
         """Frees the memory; the drive has the updated parameters."""
         self.is_taken, self._fetched = False, self._mark()
         if self.gradients is not None:
             self.gradients.rest()
+        self.stop_waiting()
+
+    def decline(self) -> None:
+        """Called when an update inside the backward reads the files, although parameters are in memory."""
+        self._fetched = self._mark()  # which counts the update already
         self.stop_waiting()
 
     def stop_waiting(self) -> None:
@@ -344,7 +355,7 @@ class StoredShard:
             return False
         array.zero()
         self.seal_gradients()
-        self._spent = None
+        self._consumed.clear()
         return True
 
 
@@ -378,6 +389,7 @@ def gradients_in_memory(parameters: Iterable[Tensor], *, changes: bool = False) 
 
     Raises:
         DiskError: gradients cannot be read.
+        RuntimeError: an update has consumed them.
     """
     runs: list[tuple[StoredShard | None, list[Tensor]]] = []
     for p in parameters:

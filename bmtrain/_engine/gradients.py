@@ -289,7 +289,7 @@ class Gradients:
             if self.turn is not None:
                 self.turn.drop()
             while self._reductions:
-                for buffer in self._reductions.pop(0)[1]:
-                    buffer.cancel_backward()
+                block, buffers = self._reductions.pop(0)
+                block.cancel_backward(buffers)
             if self._engine.tier is not None:
                 self._engine.tier.settle()

@@ -14,7 +14,7 @@ from .._C import Communicator, ShardedBuffer
 from .._engine.engine import current_engine
 from .._engine.policy import BlockMode, BlockPolicy
 from .._ranks.groups import parts_of, ranks_per_host
-from .._shards.at_rest import show
+from .._shards.at_rest import show, zero_consumed
 from .._shards.block_ref import BlockRef
 from .._shards.sharding import ShardSpec
 from ..global_var import context
@@ -53,6 +53,7 @@ class BlockStorage:
         for name, member in zip(self.names, self.parameters, strict=True):
             member.require_data(name)
             show(member)
+            zero_consumed(member)
             show(member, gradient=True)
         param = torch.nn.Parameter(self.shards.shard, requires_grad=self.requires_grad)
         for member in self.parameters:

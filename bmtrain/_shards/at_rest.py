@@ -40,10 +40,18 @@ def stored_shard_of(param: Any) -> Any:
     return None if reference is None else reference()
 
 
-def is_spent(param: torch.Tensor) -> bool:
-    """Whether an update inside backward has used the gradient, which a drive did not get."""
+def lacks_gradient(param: torch.Tensor) -> bool:
+    """Whether an update inside backward has consumed the gradient, of which a drive has no copy."""
     stored = stored_shard_of(param)
-    return stored is not None and bool(stored.is_spent)
+    return stored is not None and bool(stored.lacks_gradients)
+
+
+def zero_consumed(param: torch.Tensor) -> None:
+    """Makes such gradients zeros: a conversion of the module reads them."""
+    if lacks_gradient(param):
+        finish_update(param)
+        stored = stored_shard_of(param)
+        stored.zero_gradients(stored.members)
 
 
 def show_together(param: torch.Tensor, *, gradient: bool = False) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from .._base.arguments import require_module, require_text
 from .._ranks.agree import broadcast_json, failing_together, largest
-from .._shards.at_rest import is_spent
+from .._shards.at_rest import lacks_gradient
 from ..global_var import context
 from ..parameter import full_value, gather_flat
 from ._statistics import mean_and_variance, smallest_and_largest
@@ -50,8 +50,10 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
         if fnmatch.fnmatchcase(name, param_name)
     ]
     with failing_together("inspect_model"):
-        flags = [_gradient(param) is not None for _, param in found]
-    has_gradient = largest(flags, "inspect_model")
+        lacks = [lacks_gradient(param) for _, param in found]
+        flags = [not lack and param.grad is not None for lack, (_, param) in zip(lacks, found, strict=True)]
+    highest = largest([*flags, *lacks], "inspect_model")
+    has_gradient = [has and not lack for has, lack in zip(highest, highest[len(found) :], strict=False)]
     rows = [_row(name, param, has) for (name, param), has in zip(found, has_gradient, strict=True)]
     # What is not sharded may differ between ranks: rank 0's is shown.
     return [{**row, "shape": tuple(row["shape"])} for row in broadcast_json(rows, label="inspect_model")]
@@ -64,10 +66,6 @@ def _named_parameters(module: torch.nn.Module, prefix: str) -> Iterator[tuple[st
     for name, child in module._modules.items():
         if child is not None:
             yield from _named_parameters(child, f"{prefix}{name}.")
-
-
-def _gradient(param: torch.nn.Parameter) -> torch.Tensor | None:
-    return None if is_spent(param) else param.grad
 
 
 def _row(name: str, param: torch.nn.Parameter, has_gradient: bool) -> dict[str, Any]:
@@ -86,8 +84,7 @@ def _row(name: str, param: torch.nn.Parameter, has_gradient: bool) -> dict[str, 
     }
     del full
     if has_gradient:
-        gradient = _gradient(param)
-        local = gradient if gradient is not None else torch.zeros_like(param.detach())
+        local = param.grad if param.grad is not None else torch.zeros_like(param.detach())
         mean, variance = mean_and_variance(gather_flat(param, local.detach()))
         row.update(grad_mean=mean, grad_std=variance**0.5)
     return row

@@ -85,6 +85,7 @@ void bind_disk(py::module_& module) {
       .def("wait", &DiskQueue::wait, py::arg("buffer"), NoGil())
       .def_property_readonly("bytes_read", &DiskQueue::bytes_read)
       .def_property_readonly("bytes_written", &DiskQueue::bytes_written)
+      .def_property_readonly("num_calls", &DiskQueue::num_calls)
       .def_property_readonly("back_end", &DiskQueue::back_end)
       .def_property_readonly("reason", &DiskQueue::reason);
 }

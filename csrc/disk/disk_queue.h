@@ -50,6 +50,9 @@ class DiskQueue {
   [[nodiscard]] std::int64_t bytes_read() const { return bytes_read_; }
   [[nodiscard]] std::int64_t bytes_written() const { return bytes_written_; }
 
+  /// Calls of io_uring_enter.
+  [[nodiscard]] std::int64_t num_calls() const { return num_calls_; }
+
   [[nodiscard]] virtual const char* back_end() const = 0;
   /// Why it is not io_uring; empty where it is, or where it was not asked for.
   [[nodiscard]] const std::string& reason() const { return reason_; }
@@ -79,6 +82,7 @@ class DiskQueue {
     return now.memory ? now.memory.get() : this->buffer(buffer);
   }
   [[nodiscard]] bool is_forked() const;
+  void count_call() { ++num_calls_; }
   /// Waits for all transfers, whatever their result; the destructor of a back end calls it first.
   void drain() noexcept;
 
@@ -89,7 +93,7 @@ class DiskQueue {
   const pid_t owner_;
   char* memory_ = nullptr;
   std::vector<Transfer> transfers_;
-  std::int64_t bytes_read_ = 0, bytes_written_ = 0;
+  std::int64_t bytes_read_ = 0, bytes_written_ = 0, num_calls_ = 0;
   std::string reason_;
 };
 

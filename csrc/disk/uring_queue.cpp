@@ -80,7 +80,8 @@ UringQueue::~UringQueue() {
   ::munmap(entries_, entries_bytes_);
 }
 
-int UringQueue::enter(unsigned num_new, unsigned num_awaited, unsigned flags) const {
+int UringQueue::enter(unsigned num_new, unsigned num_awaited, unsigned flags) {
+  count_call();
   const auto done = syscall(SYS_io_uring_enter, ring_.get(), num_new, num_awaited, flags, nullptr, 0);
   return done < 0 ? errno : 0;
 }

@@ -32,7 +32,7 @@ class UringQueue final : public DiskQueue {
   void map_rings(const io_uring_params& params);
   void reap();
   /// Returns 0 or an error number.
-  int enter(unsigned num_new, unsigned num_awaited, unsigned flags) const;
+  int enter(unsigned num_new, unsigned num_awaited, unsigned flags);
 
   FileDescriptor ring_;
   void* rings_ = nullptr;

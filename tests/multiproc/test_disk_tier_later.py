@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,17 @@ def test_only_readers_wait(world: int, drive: Path) -> None:
             for before, after, total in on_drives:
                 assert before == total
                 assert (after == 0) == READERS[name][1], name
+
+
+def step_plain_parameter() -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    bmt.optim.AdamOptimizer([p], lr=0.5).step()
+    assert p.tolist() == pytest.approx([0.5] * 3)
+
+
+def test_parameters_of_plain_torch_beside_drives(drive: Path) -> None:
+    run_ranks(1, step_plain_parameter, init=tiers(drive))
 
 
 # ---- where the library cannot see who reads
@@ -253,22 +265,36 @@ def zero_in_place(model: Any, manager: Any) -> None:
                 p.grad.zero_()
 
 
-#: How a script drops gradients, and whether it may read them after an update inside backward.
-DROPS: dict[str, tuple[Any, bool]] = {
-    "manager": (lambda model, manager: manager.zero_grad(), True),
-    "manager, None": (lambda model, manager: manager.zero_grad(set_to_none=True), True),
-    "model": (lambda model, manager: model.zero_grad(), True),
-    "model, zeros": (lambda model, manager: model.zero_grad(set_to_none=False), True),
-    "= None": (set_to_none, True),
-    "zero_()": (zero_in_place, False),
-    "nothing": (lambda model, manager: None, False),
+def assign_zeros(model: Any, manager: Any) -> None:
+    set_to_none(model, manager)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p.detach())
+
+
+def convert(model: Any, manager: Any) -> None:
+    model.to(torch.float32)
+    manager.zero_grad()
+
+
+#: How a script drops gradients, and what raises after an update inside backward.
+DROPS: dict[str, tuple[Any, str | None]] = {
+    "manager": (lambda model, manager: manager.zero_grad(), None),
+    "manager, None": (lambda model, manager: manager.zero_grad(set_to_none=True), None),
+    "model": (lambda model, manager: model.zero_grad(), None),
+    "model, zeros": (lambda model, manager: model.zero_grad(set_to_none=False), None),
+    "= None": (set_to_none, None),
+    "= zeros": (assign_zeros, None),
+    "conversion": (convert, None),
+    "zero_()": (zero_in_place, "drop"),
+    "nothing": (lambda model, manager: None, "backward"),
+    "step": (lambda model, manager: manager.optimizers[0].step(), "drop"),
 }
 
 
 def drop_gradients(name: str) -> None:
     """Some steps leave blocks out, whose zeros count, and None does not."""
     small_chunks()
-    drop, is_allowed = DROPS[name]
+    drop, refused = DROPS[name]
     results = []
     for places in (TIERS[0], ALL):
         model, optimizer = make("AdamOptimizer", torch.float32, places)
@@ -277,20 +303,26 @@ def drop_gradients(name: str) -> None:
         losses = []
         for step, order in enumerate([(0, 1, 2), (0, 1), (2, 1), (0, 1, 2)]):
             x = torch.randn(3, 40, generator=torch.Generator().manual_seed(step + bmt.rank()))
-            if step and places and not is_allowed:
-                with pytest.raises(
-                    RuntimeError, match=r"gradients of .*: the update inside .*; call zero_grad\(\)"
-                ):
-                    drop(model, manager)
-                    manager.backward(run_layers(model, x, order))
+            wrong = refused if step and places else None
+            with error_of_consumed(wrong == "drop"):
+                drop(model, manager)
+            if wrong == "drop":
                 return
-            drop(model, manager)
             losses.append(run_layers(model, x, order))
-            manager.backward(losses[-1])
+            with error_of_consumed(wrong == "backward"):
+                manager.backward(losses[-1])
+            if wrong:
+                return
             manager.step()
             assert len(bmt.inspect.inspect_model(model, "*")) == len(list(model.parameters()))
         results.append([*(loss.detach() for loss in losses), *values_of(model, [optimizer])])
     assert all(map(torch.equal, *results))
+
+
+def error_of_consumed(is_expected: bool) -> AbstractContextManager[Any]:
+    if not is_expected:
+        return nullcontext()
+    return pytest.raises(RuntimeError, match=r"gradients of .*: the update inside .*; call zero_grad\(\)")
 
 
 def run_layers(model: Any, x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import sys
-import time
 import zlib
 from pathlib import Path
 
@@ -79,21 +78,18 @@ def test_new_space_reads_as_zeros(tmp_path: Path) -> None:
     assert not queue.buffer(0).any()
 
 
-@pytest.mark.parametrize("back_end", BACK_ENDS)
-def test_a_wait_leaves_the_processor_to_others(back_end: str, tmp_path: Path) -> None:
-    nbytes = 256 << 20
-    queue, file = make_queue(back_end), DiskFile(str(tmp_path))
+def test_a_wait_calls_the_kernel_once(tmp_path: Path) -> None:
+    nbytes = 64 << 20  # which a drive takes a while to write
+    queue, file = make_queue("io_uring"), DiskFile(str(tmp_path))
     file.reserve(nbytes)
-    memory = torch.empty(nbytes + DISK_ALIGNMENT, dtype=torch.uint8)
-    memory = memory[-memory.data_ptr() % DISK_ALIGNMENT :][:nbytes].fill_(3)
+    memory = torch.ones(nbytes + DISK_ALIGNMENT, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % DISK_ALIGNMENT :][:nbytes]
     quarter = nbytes // 4
     for n in range(4):
         queue.write(n, file, n * quarter, quarter, memory[n * quarter :])
-    start = time.monotonic(), time.thread_time()
     for n in range(4):
         queue.wait(n)
-    waited, computed = time.monotonic() - start[0], time.thread_time() - start[1]
-    assert computed < 0.08 * waited + 0.002
+    assert 4 <= queue.num_calls <= 4 + 8  # submissions, and one wait for each, with some room
 
 
 @pytest.mark.parametrize("bit", [0, 12345, 8 * PIECE - 1])

@@ -70,6 +70,7 @@ class OnDisk(Place):
         self._pending = PendingUpdates()
         self._references = ArenaReferences()
         self._is_used = False  # by any rank
+        self._failure: RuntimeError | None = None  # of a step that begins
 
     def __getattr__(self, name: str) -> Any:
         """Returns a setting of the other place."""
@@ -249,15 +250,24 @@ class OnDisk(Place):
         if tier is not None and not is_early:
             tier.settle()
         members: Iterable[Any] = parameters
-        for block in {p._block.runtime() for p in members if p._block is not None}:
-            if isinstance(block, DiskBlockState):
-                block.begin_update(is_early=is_early)
+        references = [getattr(p, "_block", None) for p in members]
+        self._failure = None
+        try:
+            for block in {reference.runtime() for reference in references if reference is not None}:
+                if isinstance(block, DiskBlockState):
+                    block.begin_update(is_early=is_early)
+        except RuntimeError as error:
+            if is_early:
+                raise
+            self._failure = error  # which `apply` raises, on all ranks
 
     def apply(self, parts: list[Part], states: States, *, is_early: bool) -> None:
         mine, others = split(parts, lambda _, u: self._moves(u.param))
         engine, drives = current_engine(self._context), self._drives
         if not is_early:
             with failing_together("parameters and gradients on disk"):
+                if self._failure is not None:
+                    raise self._failure
                 drives.check()
             engine.lagging_steps += self._is_used
         self._inner.apply(list(others), states, is_early=is_early)
@@ -311,7 +321,8 @@ class OnDisk(Place):
             else:
                 at_once.append(made)
             for shard in stored:
-                shard.stop_waiting()
+                if not shard.is_taken:
+                    shard.decline()
             for arena in arenas:
                 arena.is_sealed = True
         updates = [*at_once, *(pending.update for pending in posted)]

@@ -224,7 +224,7 @@ class Background:
         with self._changed:
             self._not_ready = [update for update in self._not_ready if update not in ready]
             if self._drives.failure is not None:
-                self._end(self._drives.failure, ready)
+                self._end(self._drives.failure, [*ready, *self._owners.values()])
                 return
             self._owners |= owners
             waiting = sorted([*self._queue, *owners], key=lambda chunk: self._owners[chunk].order)
