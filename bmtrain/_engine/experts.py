@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from .._C import lead_graphs_to
 from ..global_var import context
+from ..parameter import DistributedParameter
 from .copies import source_of
 from .dropout import no_random_numbers
 from .engine import current_engine
@@ -90,12 +92,28 @@ def _run_together(
     from_ranks = by_expert.argsort()
     arrived = _Rows.apply(arrived, by_expert, from_ranks, 1)
     computed = run(arrived, here.sum(0), parameters)
-    trained = [parameters[number] for number in _trained(parameters)]
-    if torch.is_grad_enabled() and (arrived.requires_grad or trained):
+    if torch.is_grad_enabled() and (arrived.requires_grad or _trained(parameters)):
         anchor = arrived if arrived.requires_grad else _a_leaf(computed)
-        computed = _Connected.apply(computed, anchor, *(() if len(arrived) else trained))
+        idle = () if len(arrived) else _trained_with_tokens(arrived, here.shape[1], run, parameters)
+        computed = _Connected.apply(computed, anchor, *idle)
     rows: torch.Tensor = _Rows.apply(computed, from_ranks, by_expert, 1)
     return rows
+
+
+def _trained_with_tokens(
+    arrived: torch.Tensor, experts: int, run: RunExperts, parameters: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The parameters that have gradients where experts have tokens: in Blocks all trained ones, elsewhere those in the
+    graph of a row of zeros."""
+    trained = [parameters[number] for number in _trained(parameters)]
+    if all(isinstance(param, DistributedParameter) for param in trained):
+        return trained
+    aliases = [param.detach().requires_grad_(param.requires_grad) for param in parameters]
+    row = arrived.new_zeros((1, *arrived.shape[1:]))
+    numbers = torch.tensor([1] + [0] * (experts - 1), device="cpu")
+    result = run(row, numbers, aliases)
+    in_graph = [param for param, alias in zip(parameters, aliases, strict=True) if lead_graphs_to([alias])]
+    return in_graph if result.requires_grad else []
 
 
 def _run_each_source(
