@@ -80,9 +80,14 @@ def packed_again(block: Any) -> Iterator[None]:
         if isinstance(spec, StagedShardSpec):
             staged = spec
             param._spec = ShardSpec(spec.shape, spec.group, spec.layout, spec.index, spec.replicas)
-    yield
-    if staged is not None and staged.pipe is not None:
-        leave_to_stage(block, staged.pipe, staged.owner)
+    try:
+        yield
+    finally:  # some may have moved before an error
+        for param in (param for storage in block._storages for param in storage.parameters):
+            if staged is not None:
+                own = param._spec
+                place = own.shape, own.group, own.layout, own.index, own.replicas
+                param._spec = StagedShardSpec(*place, staged.pipe, staged.owner)
 
 
 def leave_to_stage(block: Any, pipe: Group, owner: int) -> None:
