@@ -18,7 +18,7 @@ PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2516),
     "watch": ("_watch", 1953),
     "ranks": ("_ranks global_var nccl synchronize utils", 4226),
-    "shards": ("_shards parameter", 2123),
+    "shards": ("_shards parameter", 2128),
     "engine": ("_engine", 8741),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5722),
     "files": ("_files dcp distributed store weights", 4669),

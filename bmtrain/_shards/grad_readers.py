@@ -93,6 +93,8 @@ def _refuse_whole_tensor_tools(param: torch.Tensor, reader: FrameType) -> None:
 
 #: Key of a weak reference to the call in the metadata of its node.
 CALL = "bmtrain"
+#: Names of the node of a pipeline's call, and of nodes between a view of a result and the call.
+_PIPELINE, _OF_VIEWS = "_PipelineBackward", ("torch::autograd::Identity", "AsStridedBackward0")
 
 
 def refuse_hidden(outputs: tuple[Any, ...], inputs: Any) -> None:
@@ -106,7 +108,7 @@ def refuse_hidden(outputs: tuple[Any, ...], inputs: Any) -> None:
     inputs = [given for given in inputs if isinstance(given, (torch.Tensor, GradientEdge))]
     used = {_edge_of(output) for output in outputs}  # edges of the graph
     nodes = list(_nodes_of(outputs))
-    islands = [node for node in nodes if node.name() in ("bmtrain::Island", "_PipelineBackward")]
+    islands = [node for node in nodes if node.name() in ("bmtrain::Island", _PIPELINE)]
     if not islands:
         return
     used.update(edge for node in nodes for edge in node.next_functions)
@@ -118,7 +120,7 @@ def refuse_hidden(outputs: tuple[Any, ...], inputs: Any) -> None:
                 "that get none, in forward too",
             )
         node, number = _edge_of(given)
-        if node is not None and node.name() == "torch::autograd::Identity":
+        if node is not None and node.name() in _OF_VIEWS:
             node, number = node.next_functions[0]
         call = _call_of(node)
         if call is not None and call.outputs:
@@ -126,18 +128,21 @@ def refuse_hidden(outputs: tuple[Any, ...], inputs: Any) -> None:
             if is_used_for(call.outputs[number], others):
                 raise _error(
                     given,
-                    f"as result {number} of a Block ({call.block.label}), with which its forward computes another "
+                    f"as a result of a Block ({call.block.label}), with which its forward computes another "
                     "result; let two Blocks compute them",
                 )
     leaves, inner = {id(given): given for given in inputs}, {_edge_of(given)[0]: given for given in inputs}
     for island in islands:  # with those inside of others
         call = _call_of(island)
-        for node in () if call is None else _nodes_of(call.outputs):
+        alive = (
+            getattr(island.call, "alive", {}) if island.name() == _PIPELINE else {}
+        )  # a loss has run its backward
+        for node in _nodes_of([each.out for each in alive.values()] if call is None else call.outputs):
             if node.name() == "bmtrain::Island":
                 islands.append(node)
             is_leaf = node.name() == "torch::autograd::AccumulateGrad"
             given = inner.get(node, leaves.get(id(node.variable)) if is_leaf else None)
-            if given is not None:
+            if given is not None and call is not None:
                 raise _error(
                     given,
                     f"which the forward of a Block ({call.block.label}) reads other than as an argument; pass it "

@@ -434,25 +434,28 @@ def inputs_read_elsewhere() -> None:
 
 
 class Several(Layer):
-    """Returns its result together with another, which is computed of it or apart."""
+    """Returns its result or a view of it together with another, which is computed of it or apart."""
+
+    held, is_view = False, False
 
     def forward(self, x: torch.Tensor, *rest: Any) -> Any:
-        y = super().forward(x, *rest)
-        return y, (y if self.held else x).square()
+        whole = super().forward(torch.cat([x, x]), *rest)
+        y = whole[:2] if self.is_view else whole[:2].clone()
+        return y, (y if self.held else x).square(), whole
 
 
 def inputs_used_for_other_results() -> None:
     x = torch.randn(2, 6, requires_grad=True)
-    for recompute, one_of_other in itertools.product((True, False), repeat=2):
+    for recompute, one_of_other, is_view in itertools.product((True, False), repeat=3):
         block = bmt.Block(distribute(Several()), use_checkpoint=recompute)
-        block._module.held = one_of_other
-        y, z = block(x)
+        block._module.held, block._module.is_view = one_of_other, is_view
+        y, z, _ = block(x)
         for alone, given in ((y.exp().sum(), y), (z.exp().sum(), z)):  # all of its gradient is seen outside
             assert torch.equal(torch.autograd.grad(alone, given, retain_graph=True)[0], given.exp())
         for loss in ((y.exp() * z).sum(), (block(y * 1)[0] + z).sum(), z.sum()):
             if one_of_other:
                 with pytest.raises(
-                    RuntimeError, match=r"got a tensor of shape \(2, 6\) as result 0 of a Block"
+                    RuntimeError, match=r"got a tensor of shape \(2, 6\) as a result of a Block"
                 ):
                     torch.autograd.grad(loss, y, retain_graph=True, allow_unused=True)
             else:

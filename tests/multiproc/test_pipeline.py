@@ -269,6 +269,18 @@ def gradients_of_inputs() -> None:
     assert all(p.grad is None for p in pipeline.parameters())
     pipeline(x, x, torch.zeros(2 * DIM), flag="mask").sum().backward()
     assert x.grad is not None
+    leaf = torch.ones(DIM, requires_grad=True)
+    for layer in pipeline:
+        plainly = layer._module.forward
+        layer._module.forward = lambda *args, plainly=plainly, **kwargs: plainly(*args, **kwargs) * leaf
+    loss = (pipeline(x, x, torch.zeros(2 * DIM), flag="mask") * leaf).sum()  # inside and outside
+    with pytest.raises(RuntimeError, match="other than as an argument"):
+        torch.autograd.grad(loss, leaf)
+    scale = torch.ones((), requires_grad=True)  # outside alone, after a loss that has run its backward
+    loss = pipeline.loss(
+        x, x, torch.zeros(2 * DIM), flag="mask", head=torch.nn.MSELoss(), labels=(torch.zeros_like(x),)
+    )
+    assert torch.equal(torch.autograd.grad(loss * scale, scale)[0], loss)
 
 
 def test_gradients_of_inputs_alone_are_refused_in_a_pipeline():
