@@ -23,6 +23,7 @@ from ._engine.policy import BlockMode, BlockPolicy, Recompute
 from ._engine.run_block import run_block
 from ._engine.run_state import ModuleState
 from ._engine.vertical import VerticalLayers
+from ._engine.whole import writing_function
 from ._model.block_build import adopt_parameters, dissolve_inner_blocks, packed_again
 from ._model.notes import name_block
 from ._model.storage import build_storage, keeping_on_host
@@ -180,6 +181,9 @@ class Block(StandIn):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         refuse_listing(self._label, _getframe(1))
         return super().named_parameters(*args, **kwargs)
+
+    def apply(self, fn: Any) -> Block:
+        return super().apply(writing_function(fn))
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Block:
         make_moved_shards(self, fn)

@@ -303,19 +303,22 @@ def fill_own(module: torch.nn.Module) -> None:
         param.mul_(torch.arange(1.0, 1 + param.shape[-1]))
 
 
-def own_parameters_of_blocks() -> None:
+def own_parameters_of_blocks(root: str) -> None:
     plain = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
     model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
     model[0], model[1] = bmt.Block(model[0]), bmt.Block(model[1])
+    model = model if root == "distributed" else torch.nn.Sequential(*model)
+    plain, model = (plain[0], model[0]) if root == "Block" else (plain, model)
     with torch.no_grad():
         plain.apply(fill_own)
-        model.apply(fill_own)
+        assert model.apply(fill_own) is model
     for name, value in model.state_dict().items():
         assert torch.equal(value, plain.state_dict()[name]), name
 
 
-def test_functions_get_the_own_parameters_of_blocks_whole() -> None:
-    run_ranks(2, own_parameters_of_blocks)
+@pytest.mark.parametrize("root", ["distributed", "plain", "Block"])
+def test_functions_get_the_own_parameters_of_blocks_whole(root: str) -> None:
+    run_ranks(2, own_parameters_of_blocks, root)
 
 
 # --- writes that are lost
