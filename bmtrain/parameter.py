@@ -99,7 +99,8 @@ class DistributedParameter(torch.nn.Parameter):
     _ep_mode: bool = False
     #: Number of possible writes that no version counter counts: loads, and writes through ``data``.
     _unversioned_writes: int = 0
-    _given: int = 0  # checksum of a whole that ranks were given each, see `_engine/replaced.py`
+    #: Checksum of a whole that ranks were given each; None after writes of this rank. See `_engine/replaced.py`.
+    _given: int | None = 0
     _given_at: tuple[int, int, int] | None = None  # writes till then, if a later one drops the checksum
     #: Whether the data are temporarily the full tensor. See [Note: Writing to a whole parameter].
     _is_whole: bool = False

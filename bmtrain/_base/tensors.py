@@ -72,26 +72,34 @@ def refuse_scripting(module: torch.nn.Module) -> NoReturn:
     raise gathering_error(module.__class__.__name__, is_traced=True)
 
 
+def _is_comparable(value: Any) -> bool:
+    dtypes = torch.float64, torch.float32, torch.bfloat16, torch.float16
+    is_plain = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested
+    return is_plain and value.dtype in dtypes and value.numel() > 0
+
+
 def refuse_other_results(label: str, first: list[Any], again: list[Any], inputs: list[torch.Tensor]) -> None:
     """Raises RuntimeError if a forward that was run again has other results, by more than rounding.
 
     Not compared are results that were written to in between, nested ones, and edges of the graph in their places.
-    A result may be a difference of equal values, as large as 1 or ``inputs``: their rounding is allowed.
+    A result that is no larger than the rounding of 1 or of ``inputs`` may be a difference of equal values.
     """
     if len(again) != len(first):
         raise RuntimeError(
             f"{label}: the forward took another path when it was run again: {len(again)} results require grad, "
             f"{len(first)} did at first"
         )
-    scale = max([1.0, *(float(t.detach().abs().max()) for t in inputs if t.numel() and not t.is_nested)])
+    scale = max([1.0, *(float(t.detach().abs().max()) for t in inputs if _is_comparable(t))])
     for old, new in zip(first, again, strict=True):
-        if not isinstance(old, torch.Tensor) or old.is_nested or new.is_nested:
+        if not (_is_comparable(old) and _is_comparable(new)):
             continue
         old, new = old.detach(), new.detach()
         is_other = (old.shape, old.dtype) != (new.shape, new.dtype)
-        if not is_other and old.numel() and old._version == new._version:
-            allowed = 0.1 * old.abs().max() + 4 * torch.finfo(old.dtype).eps * scale
-            is_other = bool((old - new).abs().max() > allowed)
+        if not is_other and old._version == new._version:
+            size, rounding = old.abs().max(), 2 * torch.finfo(old.dtype).eps * scale
+            is_other = bool(
+                (old - new).abs().max() > 0.1 * size and torch.maximum(size, new.abs().max()) > rounding
+            )
         if is_other:
             raise RuntimeError(
                 f"{label}: the forward took another path when it was run again, with another result of shape "

@@ -65,9 +65,7 @@ class StoredShard:
         self._sealed_gradients: Any = None
         self._is_shown = False  # whether a gradient was read by others since it was written
         self._is_due = False  # whether gradients are in memory only
-        self._consumed: dict[
-            int, int
-        ] = {}  # versions of gradients that an update has used, by id of a parameter
+        self._consumed: dict[int, int] = {}  # versions of gradients that an update has used, by id
         #: Whether parameters stay in memory after a call, for an update inside the backward, and it has them.
         self.waits_for_update = self.is_taken = False
         self._is_checked = True  # whether the parameters at rest were compared since they were written

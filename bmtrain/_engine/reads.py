@@ -74,7 +74,7 @@ class Reads:
 
     def scope(self, root: torch.nn.Module) -> AbstractContextManager[None]:
         """Context manager for a forward of ``root``."""
-        if self.innermost is None and torch.compiler._is_exporting_flag:
+        if self.innermost is None and torch.compiler.is_exporting():
             require_gathering(type(root).__name__)  # which would read parts of parameters that are copies
         if self.uninitialised.before_forward and self.innermost is None:
             self.uninitialised.check_forward(root)

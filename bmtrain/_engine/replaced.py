@@ -70,7 +70,7 @@ class ReplacedParameters:
             if given_at is not None:
                 param._given_at = None
                 if _is_written(param, given_at):
-                    param._given = 0
+                    param._given = None
 
     def _warn_of_used(self, trained: set[int]) -> None:
         """Warns of replaced parameters that a backward has reached, and that are not in ``trained``."""

@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import clip_grad
 from torch.optim import _adafactor, lbfgs
 
+from .._ranks.context import current
 from ..global_var import world_size
 
 _ELEMENTWISE = "use bmtrain.optim.AdamOptimizer, or an elementwise optimizer of torch.optim"
@@ -105,6 +106,9 @@ def refuse_hidden(outputs: tuple[Any, ...], inputs: Any) -> None:
     alone: not to its parameters, to leaves that its forward reads elsewhere, or to a result with which it computes
     another one. Each call's node names the call, so that its graph is searched for inputs before any node runs.
     """
+    engine: Any = getattr(current(), "engine", None)
+    if engine is None or not engine.blocks:
+        return
     inputs = [given for given in inputs if isinstance(given, (torch.Tensor, GradientEdge))]
     used = {_edge_of(output) for output in outputs}  # edges of the graph
     nodes = list(_nodes_of(outputs))
@@ -134,20 +138,22 @@ def refuse_hidden(outputs: tuple[Any, ...], inputs: Any) -> None:
     leaves, inner = {id(given): given for given in inputs}, {_edge_of(given)[0]: given for given in inputs}
     for island in islands:  # with those inside of others
         call = _call_of(island)
-        alive = (
-            getattr(island.call, "alive", {}) if island.name() == _PIPELINE else {}
-        )  # a loss has run its backward
+        # The loss of a pipeline has run its backward; a script's function may have the name of the pipeline's.
+        of_pipeline = getattr(island, "call", None) if island.name() == _PIPELINE else None
+        alive = getattr(of_pipeline, "alive", {})
         for node in _nodes_of([each.out for each in alive.values()] if call is None else call.outputs):
             if node.name() == "bmtrain::Island":
                 islands.append(node)
             is_leaf = node.name() == "torch::autograd::AccumulateGrad"
             given = inner.get(node, leaves.get(id(node.variable)) if is_leaf else None)
             if given is not None and call is not None:
-                raise _error(
-                    given,
-                    f"which the forward of a Block ({call.block.label}) reads other than as an argument; pass it "
-                    "as an argument, or use backward(), with requires_grad_(False) on parameters that get none",
+                remedy = (
+                    "reads other than as an argument; pass it as an argument, or use backward(), with "
+                    "requires_grad_(False) on parameters that get none"
+                    if is_leaf
+                    else "computes; return it from the Block, or record it by bmtrain.inspect.record_tensor"
                 )
+                raise _error(given, f"which the forward of a Block ({call.block.label}) {remedy}")
 
 
 def _error(given: Any, problem: str) -> RuntimeError:

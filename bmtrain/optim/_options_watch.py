@@ -91,7 +91,7 @@ def _has_gradient(p: torch.Tensor) -> bool:
 def _compare_known(everyone: list[list[dict[str, Any]]]) -> None:
     """Puts one checksum for a group, without parameters that a rank has written alone, in the place of several."""
     for of_ranks in zip(*everyone, strict=False):
-        is_known = [all(given) for given in zip(*(group[_GIVEN] for group in of_ranks), strict=False)]
+        is_known = [None not in given for given in zip(*(group[_GIVEN] for group in of_ranks), strict=False)]
         for group in of_ranks:
             group[_GIVEN] = zlib.crc32(repr(list(compress(group[_GIVEN], is_known))).encode())
 

@@ -304,9 +304,11 @@ def drop_gradients(name: str) -> None:
         for step, order in enumerate([(0, 1, 2), (0, 1), (2, 1), (0, 1, 2)]):
             x = torch.randn(3, 40, generator=torch.Generator().manual_seed(step + bmt.rank()))
             wrong = refused if step and places else None
+            counts = [state["step"] for state in optimizer.state.values()]
             with error_of_consumed(wrong == "drop"):
                 drop(model, manager)
             if wrong == "drop":
+                assert counts == [state["step"] for state in optimizer.state.values()]
                 return
             losses.append(run_layers(model, x, order))
             with error_of_consumed(wrong == "backward"):

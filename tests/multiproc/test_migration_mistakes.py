@@ -697,7 +697,9 @@ def weights_of_some_ranks(where: str, path: str = "") -> list[str]:
     model = bmt.BMTrainModelWrapper(model)
     if path:
         write_all(model, where, stored, path)
-    elif where == "everywhere" or (where == "after" and bmt.rank() == 0):
+    if where == "initialised":
+        bmt.init_parameters(model)
+    if where == "everywhere" or (where in ("after", "initialised") and bmt.rank() == 0):
         model.load_state_dict(stored)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
@@ -710,7 +712,7 @@ def weights_of_some_ranks(where: str, path: str = "") -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-@pytest.mark.parametrize("where", ["before", "after", "everywhere"])
+@pytest.mark.parametrize("where", ["before", "after", "initialised", "everywhere"])
 def test_weights_that_one_rank_alone_loads_are_told_once(where: str) -> None:
     told, other = run_ranks(2, weights_of_some_ranks, where, fresh=True)
     assert [each for each in told if "rank 0 broadcasts none" in each] == told and other == []

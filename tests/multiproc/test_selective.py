@@ -276,6 +276,7 @@ RESULTS = {  # results of the two runs, the inputs, and whether the runs took ot
     "rounding of 1": ([0.0], [1e-7], [], False),
     "rounding of the inputs": ([0.0], [1e-4], [500.0], False),
     "more than that": ([0.0], [1e-2], [500.0], True),
+    "bf16": ([0.02, 0.01], [-0.01, 0.02], [1.0], True),
     "NaN": ([torch.nan, 1.0], [torch.nan, 1.0], [], False),
     "nothing": ([], [], [], False),
 }
@@ -284,8 +285,11 @@ RESULTS = {  # results of the two runs, the inputs, and whether the runs took ot
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_of_two_runs_are_compared_coarsely(name: str) -> None:
     first, again, inputs, is_other = RESULTS[name]
+    dtype = torch.bfloat16 if name == "bf16" else torch.float32
+    results = [torch.tensor(values, dtype=dtype) for values in (first, again)]
+    others = [torch.tensor(inputs), torch.eye(3).to_sparse(), torch.ones(3).to(torch.float8_e4m3fn)]
     with pytest.raises(RuntimeError, match="another result") if is_other else nullcontext():
-        refuse_other_results("block", [torch.tensor(first)], [torch.tensor(again)], [torch.tensor(inputs)])
+        refuse_other_results("block", results[:1], results[1:], others)
 
 
 def test_nested_results_of_two_runs_are_not_compared() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 from weakref import WeakMethod
@@ -70,7 +70,6 @@ class OnDisk(Place):
         self._pending = PendingUpdates()
         self._references = ArenaReferences()
         self._is_used = False  # by any rank
-        self._failure: RuntimeError | None = None  # of a step that begins
 
     def __getattr__(self, name: str) -> Any:
         """Returns a setting of the other place."""
@@ -251,24 +250,18 @@ class OnDisk(Place):
             tier.settle()
         members: Iterable[Any] = parameters
         references = [getattr(p, "_block", None) for p in members]
-        self._failure = None
-        try:
+        # Early, a rank decides by itself.
+        with nullcontext() if is_early else failing_together("parameters and gradients on disk"):
             for block in {reference.runtime() for reference in references if reference is not None}:
                 if isinstance(block, DiskBlockState):
                     block.begin_update(is_early=is_early)
-        except RuntimeError as error:
-            if is_early:
-                raise
-            self._failure = error  # which `apply` raises, on all ranks
+            if not is_early:
+                self._drives.check()
 
     def apply(self, parts: list[Part], states: States, *, is_early: bool) -> None:
         mine, others = split(parts, lambda _, u: self._moves(u.param))
         engine, drives = current_engine(self._context), self._drives
         if not is_early:
-            with failing_together("parameters and gradients on disk"):
-                if self._failure is not None:
-                    raise self._failure
-                drives.check()
             engine.lagging_steps += self._is_used
         self._inner.apply(list(others), states, is_early=is_early)
         self.owner_bytes = self._inner.owner_bytes
