@@ -198,7 +198,6 @@ class StoredShard:
         if array is None:
             return
         if self.buffer.gradient_shard is not None:
-            self.require_gradients()
             self.rest_gradients()
             self.tier.note_return(self)
             self.fetch_gradients()

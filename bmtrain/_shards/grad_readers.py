@@ -187,7 +187,6 @@ def _nodes_of(tensors: Iterable[Any]) -> Iterator[Any]:
 
 def is_used_for(tensor: Any, others: Iterable[Any]) -> bool:
     """Whether ``others`` were computed with ``tensor``."""
-    edge = _edge_of(
-        get_gradient_edge(tensor) if isinstance(tensor, torch.Tensor) else tensor
-    )  # also of a leaf
+    # A leaf has an edge too.
+    edge = _edge_of(get_gradient_edge(tensor) if isinstance(tensor, torch.Tensor) else tensor)
     return any(edge in node.next_functions for node in _nodes_of(others))
