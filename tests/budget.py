@@ -15,14 +15,14 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Storey, from the bottom, or folder -> what belongs to it, and its ceiling. A commit that raises a ceiling gives the
 #: reason in its message.
 PYTHON = {
-    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2524),
+    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2542),
     "watch": ("_watch", 1953),
     "ranks": ("_ranks global_var nccl synchronize utils", 4226),
-    "shards": ("_shards parameter", 2134),
+    "shards": ("_shards parameter", 2125),
     "engine": ("_engine", 8738),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5726),
-    "files": ("_files dcp distributed store weights", 4669),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_306),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5719),
+    "files": ("_files dcp distributed store weights", 4668),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_292),
     "survive": ("_survive survive", 2763),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_985),
 }

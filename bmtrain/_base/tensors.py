@@ -1,11 +1,11 @@
-"""Bytes of host tensors without unneeded copies, detection of tied tensors, references to memory, views."""
+"""Bytes of host tensors without unneeded copies, tied tensors, references to memory, views, walks over graphs."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -41,6 +41,24 @@ def storage_references(tensor: torch.Tensor) -> int:
     """The number of references to the storage of a tensor, this function's own among them: to be compared."""
     storage = tensor.untyped_storage()  # a Python object counts too; so there always is one
     return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
+
+
+def edge_of(tensor: Any) -> tuple[Any, int]:
+    """Returns node and number of a tensor or GradientEdge in the graph of autograd; of a leaf no node."""
+    if isinstance(tensor, torch.Tensor):
+        return tensor.grad_fn, tensor.output_nr
+    return tensor.node, tensor.output_nr
+
+
+def nodes_of(tensors: Iterable[Any]) -> Iterator[Any]:
+    """Yields each node of autograd that made ``tensors``, or that leads to them, once."""
+    waiting, seen = [edge_of(tensor)[0] for tensor in tensors], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]
 
 
 def refuse_tangents(what: str, tensors: Iterable[torch.Tensor]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from .._base.tensors import nodes_of
 from .._engine.block_state import unreturned_tensor_error
 from ..errors import BMTrainError
 
@@ -79,13 +80,5 @@ def name_unreturned(error: BaseException, loss: torch.Tensor) -> None:
     """
     if not isinstance(error, RuntimeError) or "did not return" in str(error):
         return
-    waiting, seen = [loss.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "bmtrain::GradientSink":
-            _add(error, unreturned_tensor_error("a Block"), unless="did not return")
-            return
-        waiting += [following for following, _ in node.next_functions]
+    if any(node.name() == "bmtrain::GradientSink" for node in nodes_of([loss])):
+        _add(error, unreturned_tensor_error("a Block"), unless="did not return")

@@ -13,7 +13,7 @@ they are not part of the graph, and hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import clip_grad
 from torch.optim import _adafactor, lbfgs
 
+from .._base.tensors import edge_of, nodes_of
 from .._ranks.context import current
 from ..global_var import world_size
 
@@ -110,38 +111,52 @@ def refuse_hidden(outputs: tuple[Any, ...], inputs: Any) -> None:
     if engine is None or not engine.blocks:
         return
     inputs = [given for given in inputs if isinstance(given, (torch.Tensor, GradientEdge))]
-    used = {_edge_of(output) for output in outputs}  # edges of the graph
-    nodes = list(_nodes_of(outputs))
+    nodes = list(nodes_of(outputs))
     islands = [node for node in nodes if node.name() in ("bmtrain::Island", _PIPELINE)]
     if not islands:
         return
-    used.update(edge for node in nodes for edge in node.next_functions)
+    used = {*map(edge_of, outputs), *(edge for node in nodes for edge in node.next_functions)}
     for given in inputs:
-        if getattr(given, "_block", None) is not None and not given._is_full():
-            raise _error(
-                given,
-                "of a Block, to which no graph leads; use backward(), with requires_grad_(False) on parameters "
-                "that get none, in forward too",
-            )
-        node, number = _edge_of(given)
-        if node is not None and node.name() in _OF_VIEWS:
-            node, number = node.next_functions[0]
-        call = _call_of(node)
-        if call is not None and call.outputs:
-            others = [call.outputs[other] for island, other in used if island is node and other != number]
-            if is_used_for(call.outputs[number], others):
-                raise _error(
-                    given,
-                    f"as a result of a Block ({call.block.label}), with which its forward computes another "
-                    "result; let two Blocks compute them",
-                )
-    leaves, inner = {id(given): given for given in inputs}, {_edge_of(given)[0]: given for given in inputs}
+        _refuse_parameter(given)
+        _refuse_operand(given, used)
+    _refuse_inside(islands, inputs)
+
+
+def _refuse_parameter(given: Any) -> None:
+    if getattr(given, "_block", None) is not None and not given._is_full():
+        raise _error(
+            given,
+            "of a Block, to which no graph leads; use backward(), with requires_grad_(False) on parameters "
+            "that get none, in forward too",
+        )
+
+
+def _refuse_operand(given: Any, used: set[tuple[Any, int]]) -> None:
+    """Refuses a result with which its Block's forward computes another one of the ``used`` edges."""
+    node, number = edge_of(given)
+    if node is not None and node.name() in _OF_VIEWS:
+        node, number = node.next_functions[0]
+    call = _call_of(node)
+    if call is None or not call.outputs:
+        return
+    others = [call.outputs[other] for island, other in used if island is node and other != number]
+    if is_used_for(call.outputs[number], others):
+        raise _error(
+            given,
+            f"as a result of a Block ({call.block.label}), with which its forward computes another "
+            "result; let two Blocks compute them",
+        )
+
+
+def _refuse_inside(islands: list[Any], inputs: list[Any]) -> None:
+    """Refuses leaves that the forward of a Block reads, and tensors that it computes."""
+    leaves, inner = {id(given): given for given in inputs}, {edge_of(given)[0]: given for given in inputs}
     for island in islands:  # with those inside of others
         call = _call_of(island)
         # The loss of a pipeline has run its backward; a script's function may have the name of the pipeline's.
         of_pipeline = getattr(island, "call", None) if island.name() == _PIPELINE else None
         alive = getattr(of_pipeline, "alive", {})
-        for node in _nodes_of([each.out for each in alive.values()] if call is None else call.outputs):
+        for node in nodes_of([each.out for each in alive.values()] if call is None else call.outputs):
             if node.name() == "bmtrain::Island":
                 islands.append(node)
             is_leaf = node.name() == "torch::autograd::AccumulateGrad"
@@ -167,26 +182,8 @@ def _call_of(node: Any) -> Any:
     return reference and reference()
 
 
-def _edge_of(tensor: Any) -> tuple[Any, int]:
-    """Returns node and number of a tensor or GradientEdge; of a leaf no node."""
-    if isinstance(tensor, torch.Tensor):
-        return tensor.grad_fn, tensor.output_nr
-    return tensor.node, tensor.output_nr
-
-
-def _nodes_of(tensors: Iterable[Any]) -> Iterator[Any]:
-    """Yields each node that made ``tensors``, or that leads to them, once."""
-    waiting, seen = [_edge_of(tensor)[0] for tensor in tensors], set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            waiting += [following for following, _ in node.next_functions]
-
-
 def is_used_for(tensor: Any, others: Iterable[Any]) -> bool:
     """Whether ``others`` were computed with ``tensor``."""
     # A leaf has an edge too.
-    edge = _edge_of(get_gradient_edge(tensor) if isinstance(tensor, torch.Tensor) else tensor)
-    return any(edge in node.next_functions for node in _nodes_of(others))
+    edge = edge_of(get_gradient_edge(tensor) if isinstance(tensor, torch.Tensor) else tensor)
+    return any(edge in node.next_functions for node in nodes_of(others))

@@ -14,6 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import unserializable_hook
 
 from .._base.deprecate import warn_once, was_given
+from .._base.tensors import nodes_of
 from ..global_var import rank
 
 _LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (os.path.dirname(__file__), torch.__file__))
@@ -81,15 +82,8 @@ def _see(known: weakref.ref[Any], gradient: torch.Tensor | None) -> None:
 
 def _is_used(param: torch.Tensor, outputs: Any) -> bool:
     """Whether a graph leads to a shard, other than through functions of the user or of gathers."""
-    waiting, seen = [getattr(output, "grad_fn", None) for output in outputs], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        followers = [follower for follower, _ in node.next_functions]
-        waiting += followers
-        reached = any(getattr(follower, "variable", None) is param for follower in followers)
-        if reached and not isinstance(node, BackwardCFunction):
-            return True
-    return False
+    return any(
+        getattr(follower, "variable", None) is param and not isinstance(node, BackwardCFunction)
+        for node in nodes_of(outputs)
+        for follower, _ in node.next_functions
+    )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .._base.deprecate import warn_once
+from .._base.tensors import nodes_of
 from .._C import ReduceOp
 from .._engine.pipe_loss import LossCall
 from ..global_var import config, context, num_losses, rank
@@ -90,15 +91,7 @@ class _Number:
 
 def _is_of_pipeline(loss: Tensor) -> bool:
     """Whether a loss depends on one that all ranks of a pipeline have."""
-    waiting, seen = [loss.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if isinstance(getattr(node, "call", None), LossCall):
-            return True
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting += [follower for follower, _ in node.next_functions]
-    return False
+    return any(isinstance(getattr(node, "call", None), LossCall) for node in nodes_of([loss]))
 
 
 def _compare(losses: list[Tensor]) -> None:
