@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import bmtrain as bmt
 from bmtrain import _C
 from bmtrain._engine.engine import current_engine
 from bmtrain._ranks.context import context
+from bmtrain.optim.places.disk_later import DiskUpdate
 
 STATE = TIERS[1]
 
@@ -430,6 +432,43 @@ def test_an_update_that_cannot_be_computed_is_raised_where_it_is_read(
     first, second = run_ranks(2, fail_to_compute, places, init=tiers(drive))
     assert first == []
     assert second == ["no memory"] * LAYERS
+
+
+def fail_beside_the_thread(places: dict[str, Any]) -> None:
+    """A drive fails in another transfer while the thread computes, and one more update is to begin."""
+    model, optimizer, _ = built(places)
+    place, inner = optimizer._place, optimizer._place._inner
+    computes, goes_on, apply = threading.Event(), threading.Event(), inner.apply
+
+    def held(parts: Any, states: Any, *, is_early: bool) -> None:
+        if is_early:
+            computes.set()
+            assert goes_on.wait(60)
+        apply(parts, states, is_early=is_early)
+
+    inner.apply = held
+    optimizer.step()
+    assert computes.wait(60)
+    background, updates = place._background, [pending.update for pending in place._pending]
+    assert len(updates) == LAYERS
+    assert not any(update.is_done for update in updates)
+    place._drives.note(bmt.errors.DiskError("the drive is gone"))
+    late = DiskUpdate(background, model.layers[0]._runtime, [], list)
+    background.post([late], place._passage(), place._compute)
+    for update in (late, *updates):  # none of which would end by itself
+        assert update.is_done
+        assert str(update.failure) == "the drive is gone"
+    assert not background._queue
+    goes_on.set()
+    background.finish()
+    for layer in model.layers:
+        with pytest.raises(bmt.errors.DiskError, match="the drive is gone"):
+            layer.weight.sum()
+
+
+@pytest.mark.parametrize("places", [STATE, ALL], ids=["state", "all"])
+def test_a_failure_ends_updates_that_are_under_way(places: dict[str, Any], drive: Path) -> None:
+    run_ranks(1, fail_beside_the_thread, places, init=tiers(drive), fresh=True)
 
 
 SLOW_EXIT = """
