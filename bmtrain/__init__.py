@@ -192,12 +192,21 @@ _ON_FIRST_USE: dict[str, tuple[str, ...]] = {
 }
 _MODULE_OF = {name: module for module, names in _ON_FIRST_USE.items() for name in names}
 
+
+def _elsewhere(name: str) -> str:
+    """Returns a hint for a class that a module of the package has, such as an optimizer."""
+    for module in ("optim", "nn", "loss", "lr_scheduler") if name[:1].isupper() else ():
+        if name in importlib.import_module(f".{module}", __name__).__all__:
+            return f": it is {__name__}.{module}.{name}"
+    return ""
+
+
 if not TYPE_CHECKING:  # with it, type checkers would accept any name
 
     def __getattr__(name: str) -> object:
         module = _MODULE_OF.get(name, name)
         if module not in _ON_FIRST_USE:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_elsewhere(name)}")
         loaded = importlib.import_module(f".{module}", __name__)
         for own in _ON_FIRST_USE[module]:
             globals()[own] = getattr(loaded, own)

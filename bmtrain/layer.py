@@ -39,7 +39,8 @@ class DistributedModule(torch.nn.Module):
 
     Reading an attribute that is a :class:`bmtrain.DistributedParameter`, or an item of a list or dict of them, gathers
     it from all ranks: a tensor of the full shape, whose gradient is summed into the shards. In a Block it is the
-    parameter itself, a shard unless the Block runs or the module is called. ``parameters()`` gives shards.
+    parameter itself: whole while the Block runs, and a shard to code that no module's forward runs. ``parameters()``
+    gives shards.
 
     Example:
         >>> class Scale(bmtrain.DistributedModule):
@@ -66,12 +67,9 @@ class DistributedModule(torch.nn.Module):
         if current is None:
             return super().__call__(*args, **kwargs)
         reads = current_engine(current).reads
-        caller = reads.innermost
-        if caller is not None:
-            owner = self.__dict__.get(OWNER)
-            if owner is None or caller.owner is owner or torch.compiler.is_compiling():
-                return super().__call__(*args, **kwargs)
-        elif reads.check_call is not None:
+        if reads.innermost is not None:
+            return super().__call__(*args, **kwargs)
+        if reads.check_call is not None:
             reads.check_call(self, args, kwargs)
         with reads.scope(self):
             return super().__call__(*args, **kwargs)
@@ -180,10 +178,10 @@ def _read(module: torch.nn.Module, param: DistributedParameter, name: str) -> to
     owner = param._block
     if param._is_whole or (owner is not None and (owner.is_bound or param._is_full())):
         return param
-    is_shard = (  # to a module in a Block that is not running, unless the module is called by itself
+    is_shard = (  # in a Block, to code that no forward runs
         owner is not None
         and owner() is not None
-        and not current_engine(context()).reads.belong_to(owner)
+        and current_engine(context()).reads.innermost is None
         and module.__dict__.get(OWNER) is owner
     )
     if param.is_meta:

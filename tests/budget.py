@@ -19,12 +19,12 @@ PYTHON = {
     "watch": ("_watch", 1953),
     "ranks": ("_ranks global_var nccl synchronize utils", 4226),
     "shards": ("_shards parameter", 2125),
-    "engine": ("_engine", 8738),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5719),
+    "engine": ("_engine", 8728),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5717),
     "files": ("_files dcp distributed store weights", 4668),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_292),
     "survive": ("_survive survive", 2763),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_985),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_994),
 }
 CORE = {
     "bindings": (". bindings ops", 1431),

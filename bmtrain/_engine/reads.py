@@ -8,8 +8,8 @@ read again in the same scope is the same tensor, so its gradients add before the
 the modules alone, never on the code that a rank runs, so all ranks send the same messages. Large parameters are
 gathered one by one when they are read; parameters read more than once (tied weights) stay until the scope's end.
 
-A block's run is a scope of its own because its nodes must lie inside its island, and in backward it runs again. So is a
-call of a module that is in a block, while the block does not run: there its parameters are gathered one by one.
+A block's run is a scope of its own because its nodes must lie inside its island, and in backward it runs again. A
+parameter of a block that does not run is gathered by itself when a forward outside of the block reads it.
 """
 
 from __future__ import annotations
@@ -21,26 +21,20 @@ from contextlib import AbstractContextManager
 import torch
 
 from .._ranks.context import require_gathering
-from .._shards.block_ref import OWNER, BlockRef
 from ..parameter import DistributedParameter
 from .outside import Results
 from .uninitialised import Uninitialised
 
 
 class Scope:
-    """One running forward of ``root``, and the results of its reads.
+    """One running forward of ``root``, and the results of its reads."""
 
-    Attributes:
-        owner: the Block that ``root`` is in.
-    """
-
-    __slots__ = ("_outer", "_reads", "_results", "_root", "owner")
+    __slots__ = ("_outer", "_reads", "_results", "_root")
 
     def __init__(self, root: torch.nn.Module, reads: Reads) -> None:
         self._root, self._reads = root, reads
         self._results: Results | None = None
         self._outer: Scope | None = None
-        self.owner: BlockRef | None = root.__dict__.get(OWNER)
 
     def __enter__(self) -> None:
         self._outer, self._reads.innermost = self._reads.innermost, self
@@ -67,10 +61,6 @@ class Reads:
         self.uninitialised = Uninitialised()
         self.check_call: Callable[..., None] | None = None
         self.outside: weakref.WeakValueDictionary[int, DistributedParameter] = weakref.WeakValueDictionary()
-
-    def belong_to(self, owner: BlockRef) -> bool:
-        """Whether the innermost forward belongs to a Block, or to a module in it."""
-        return self.innermost is not None and self.innermost.owner is owner
 
     def scope(self, root: torch.nn.Module) -> AbstractContextManager[None]:
         """Context manager for a forward of ``root``."""

@@ -279,11 +279,11 @@ class Layer(bmt.DistributedModule):
         return (self.second(self.first(x).tanh()) if other is None else other(x)) * self.scale
 
     def encode(self, x):
-        return self.first(x)
+        return self.first(x) * self.scale
 
 
 class Shares(bmt.DistributedModule):
-    """Calls what is in its Blocks while these do not run, and lets one Block use a part of another."""
+    """Reads and calls what is in its Blocks while these do not run, and lets one Block use a part of another."""
 
     def __init__(self, make) -> None:
         super().__init__()
@@ -291,13 +291,14 @@ class Shares(bmt.DistributedModule):
 
     def forward(self, x):
         x = x + self.layers[0].encode(x)
-        x = self.layers[1](self.layers[0](x), self.layers[0].second)
-        return self.layers[1].first(x)
+        x = self.layers[1](self.layers[0](x) + x / self.layers[0].scale, self.layers[0].second)
+        x = self.layers[1](x, lambda hidden: hidden @ self.layers[0].first.weight)
+        return torch.tanh(self.layers[1].first(x.tanh()) @ self.layers[0].second.weight.T)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("recompute", [True, False])
-def test_what_is_in_a_block_may_be_called_by_itself(world, recompute):
+def test_what_is_in_a_block_may_be_read_and_called_by_itself(world, recompute):
     run_ranks(world, check_called_alone, recompute)
 
 
@@ -322,7 +323,7 @@ def check_called_alone(recompute: bool) -> None:
                 torch.testing.assert_close(
                     full_gradient(ours), full_gradient(reference), rtol=1e-4, atol=1e-5
                 )
-    scale = models[0].layers[0].scale  # read, not called: the shard
+    scale = models[0].layers[0].scale  # read by no forward: the shard
     assert scale is models[0].layers[0]._module._parameters["scale"]
     with torch.no_grad():
         torch.testing.assert_close(models[0](x), models[1](x))

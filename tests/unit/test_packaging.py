@@ -175,12 +175,13 @@ import bmtrain.plan, bmtrain.synchronize
 assert bmtrain.plan.estimate and callable(bmtrain.synchronize) and bmtrain.distributed.checkpoint.save
 for name in bmtrain._ON_FIRST_USE:
     assert getattr(bmtrain, name).__name__ == f"bmtrain.{name}"
-try:
-    bmtrain.optin
-except AttributeError as error:
-    assert "'optin'" in str(error)
-else:
-    raise AssertionError
+for name, end in {"optin": "'optin'", "Optin": "'Optin'", "OptimManager": ": it is bmtrain.optim.OptimManager"}.items():
+    try:
+        getattr(bmtrain, name)
+    except AttributeError as error:
+        assert str(error).endswith(end)
+    else:
+        raise AssertionError
 """
     run_process([sys.executable, "-c", program], directory=ROOT)
     tree = ast.parse((ROOT / "bmtrain" / "__init__.py").read_text())
