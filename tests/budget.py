@@ -24,7 +24,7 @@ PYTHON = {
     "files": ("_files dcp distributed store weights", 4668),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_292),
     "survive": ("_survive survive", 2763),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_994),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 14_006),
 }
 CORE = {
     "bindings": (". bindings ops", 1431),

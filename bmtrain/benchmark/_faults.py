@@ -28,13 +28,13 @@ import torch
 
 from .. import survive
 from .._tools.launch_surviving import rank_environments
+from .._tools.table import print_table
 from .._tools.template import Process, Template
 from ..data import batches
 from ..global_var import rank, world_size
 from ..init import init_distributed
 from ..optim import AdamOptimizer
 from ..virtual import virtual_shards
-from ._table import print_table
 from ._toy import BATCH, SEQ, VOCAB, hash_of_training, toy
 
 _FOLDER = "BMTRAIN_SOAK_FOLDER"  # names the folder that the ranks write to

@@ -342,7 +342,7 @@ _COLUMNS = ("ms", "bound ms", "of bound", "forward ms", "backward ms", "fraction
 
 def print_offload(found: _Result) -> None:
     """A table of the result of `measure_offload`."""
-    from ._table import print_table
+    from .._tools.table import print_table
 
     rates = ", ".join(f"{name.replace('_', ' ')} {rate:.1f}" for name, rate in found["rates"].items())
     print(f"  {found['parameters'] / 1e6:.1f} million parameters; GB/s: {rates}; {found['threads']} threads")

@@ -72,7 +72,7 @@ def _predicted(model: nn.Module, batch: Tensor, machine: Machine, policy: Traini
 
 def print_policies(found: _Result) -> None:
     """A table of the result of `measure_policies`."""
-    from ._table import print_table
+    from .._tools.table import print_table
 
     columns = ("ms", "plan ms", "peak GiB", "plan GiB")
     print_table(

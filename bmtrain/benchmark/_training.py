@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .._C import SilentCommunicator
 from .._engine.policy import BlockPolicy
+from .._ranks.context import current
 from ..block_layer import Block
 from ..global_var import context
 from ..optim import OptimManager
@@ -51,16 +52,33 @@ def stepping(
 def silence() -> Iterator[None]:
     """For the cost of a step without communication: objects built meanwhile have the same shards and buffers, and
     communicators that move nothing and lend the same memory as usual."""
-    current = context()
-    real, groups = current.world, current.groups
+    own = context()
+    real, groups = own.world, own.groups
     silent = dataclasses.replace(
         real, comm=SilentCommunicator(real.comm), reduce_comm=SilentCommunicator(real.reduce_comm)
     )
-    object.__setattr__(current, "groups", {**groups, "zero": silent})  # read-only to all other code
+    object.__setattr__(own, "groups", {**groups, "zero": silent})  # read-only to all other code
     try:
         yield
     finally:
-        object.__setattr__(current, "groups", groups)
+        object.__setattr__(own, "groups", groups)
+
+
+def _communicators() -> list[Any]:
+    known = current()
+    return [] if known is None else [known.world.comm, known.world.reduce_comm]
+
+
+def reset_traffic() -> None:
+    """Lets `traffic` count from here."""
+    for comm in _communicators():
+        comm.reset_traffic()
+
+
+def traffic() -> tuple[int, int]:
+    """Collectives and bytes of this rank since the last reset."""
+    counts = [count for comm in _communicators() for count in comm.traffic().values()]
+    return sum(messages for messages, _ in counts), sum(sent for _, sent in counts)
 
 
 def timed(work: Callable[[], Any]) -> float:

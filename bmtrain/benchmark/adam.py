@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 from .._C import cpu_isa
+from .._tools.table import print_table
 from .._tools.terminal import columns, fold
 from ._bars import Bar, Chart, picture
 from ._options import numbers
 from ._steps import FORMULAS, Formula, Size
-from ._table import print_table
 from ._training import in_turn
 
 __all__ = ["Size", "add_arguments", "measure", "run"]

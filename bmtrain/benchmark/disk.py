@@ -27,6 +27,7 @@ import torch
 from .._engine.default_policy import default_policy
 from .._engine.engine import current_engine
 from .._engine.policy import BlockPolicy
+from .._tools.table import print_table
 from ..block_layer import Block, TransformerBlockList
 from ..distributed import checkpoint
 from ..errors import DiskError
@@ -36,7 +37,6 @@ from ..nn import Linear
 from ..optim import AdamOptimizer, OptimManager
 from ..param_init import init_parameters
 from ._nvme import measure_deepspeed
-from ._table import print_table
 
 __all__ = ["add_arguments", "run"]
 

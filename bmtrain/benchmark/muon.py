@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from .._tools.table import print_table
 from ..block_layer import Block
 from ..global_var import config, rank, world_size
 from ..init import init_distributed
@@ -26,7 +27,6 @@ from ..optim import AdamOptimizer, MuonOptimizer, whole_matrix
 from ..parameter import DistributedParameter
 from ..synchronize import synchronize
 from ._launch import launch
-from ._table import print_table
 from ._training import in_turn, timed
 
 __all__ = ["add_arguments", "run"]

@@ -21,6 +21,7 @@ import torch
 
 from .. import timeline
 from .._tools.gpt import GPT
+from .._tools.table import print_table
 from ..global_var import rank
 from ..init import init_distributed
 from ..optim import AdamOffloadOptimizer, AdamOptimizer, MuonOffloadOptimizer, MuonOptimizer
@@ -31,7 +32,6 @@ from ..synchronize import synchronize
 from ._launch import GIVE_BACK, answer, launch, launch_each
 from ._memory import forget_peak, peak_bytes, resident_bytes
 from ._options import add_run
-from ._table import print_table
 from ._training import sharded, silence
 
 __all__ = ["add_arguments", "run"]

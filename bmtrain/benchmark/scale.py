@@ -20,7 +20,7 @@ import torch
 
 from .._tools.gpt import GPT
 from .._tools.pictures import BLUE, ORANGE, new_figure, plain
-from ..global_var import context, rank
+from ..global_var import rank, world_size
 from ..init import init_distributed
 from ..optim import AdamOptimizer
 from ..synchronize import synchronize
@@ -28,7 +28,7 @@ from ._host import host_cost
 from ._launch import GIVE_BACK, answer, launch_each
 from ._memory import resident_bytes
 from ._options import numbers
-from ._training import sharded
+from ._training import reset_traffic, sharded, traffic
 
 __all__ = ["add_arguments", "run"]
 
@@ -94,28 +94,26 @@ def _train(arguments: argparse.Namespace, num_layers: int) -> dict[str, Any]:
     model = sharded(gpt)
     optimizer = AdamOptimizer(model.parameters())
     batch = torch.randint(0, 256, (1, arguments.seq + 1))
-    group = context().world
     seconds, used = [], []
     for _ in range(_WARM_UP + arguments.repeat):
         synchronize()
-        for comm in (group.comm, group.reduce_comm):
-            comm.reset_traffic()
+        reset_traffic()
         begin, cpu_begin = time.perf_counter(), time.process_time()
         optimizer.zero_grad()
         model(batch).backward()
         optimizer.step()
         seconds.append(time.perf_counter() - begin)
         used.append(time.process_time() - cpu_begin)
-    counts = [count for comm in (group.comm, group.reduce_comm) for count in comm.traffic().values()]
+    messages, sent = traffic()
     gc.collect()
     return {
         "blocks": num_layers,
-        "ranks": group.size,
+        "ranks": world_size(),
         "parameters": sum(parameter.numel() for parameter in gpt.parameters()),
         "seconds": statistics.median(seconds[_WARM_UP:]),
         "cpu_seconds": statistics.median(used[_WARM_UP:]),
-        "messages": sum(messages for messages, _ in counts),
-        "wire_bytes": sum(nbytes for _, nbytes in counts),
+        "messages": messages,
+        "wire_bytes": sent,
         "kept_bytes": resident_bytes() - before,
     }
 

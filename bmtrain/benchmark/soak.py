@@ -30,12 +30,12 @@ from .._base.build import load_extension
 from .._engine.default_policy import default_policy
 from .._engine.policy import BlockPolicy, Recompute
 from .._ranks import context
+from .._tools.table import print_table
 from ..global_var import rank, world_size
 from ..init import init_distributed
 from ..optim import AdamOffloadOptimizer, AdamOptimizer
 from ..store import allgather_objects
 from ._launch import launch
-from ._table import print_table
 from ._toy import BATCH, SEQ, VOCAB, hash_of, hash_of_training, toy
 
 __all__ = [

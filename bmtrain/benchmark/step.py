@@ -21,7 +21,6 @@ import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,13 +28,14 @@ from torch import Tensor
 
 from .._tools.gpt import GPT
 from .._tools.pictures import bars, new_figure
+from .._tools.table import print_table
 from ..global_var import rank, world_size
 from ..init import init_distributed
 from ..synchronize import synchronize
 from ._launch import GIVE_BACK, answer, launch_each
 from ._memory import peak_bytes, shared_bytes
 from ._options import add_names, add_run
-from ._table import print_table
+from ._training import reset_traffic, traffic
 from ._variants import VARIANTS, Step, import_all_modules, peer_of, reference_of
 
 __all__ = ["VARIANTS", "Result", "add_arguments", "run"]
@@ -133,10 +133,10 @@ def _measure(steps: dict[str, Step], batches: list[Tensor], memory: bool) -> lis
     for batch in batches:
         for name, step in steps.items():
             synchronize()
-            _reset_traffic()
+            reset_traffic()
             start, cpu_start = time.perf_counter(), time.process_time()
             losses[name].append(step(batch))
-            sent[name] = _traffic()
+            sent[name] = traffic()
             synchronize()
             seconds[name].append(time.perf_counter() - start)
             used[name].append(time.process_time() - cpu_start)
@@ -155,25 +155,6 @@ def _measure(steps: dict[str, Step], batches: list[Tensor], memory: bool) -> lis
         )
         for name in steps
     ]
-
-
-def _communicators() -> list[Any]:
-    from .._ranks.context import current
-
-    context = current()
-    group = context.world if context is not None else None
-    return [group.comm, group.reduce_comm] if group is not None else []
-
-
-def _reset_traffic() -> None:
-    for comm in _communicators():
-        comm.reset_traffic()
-
-
-def _traffic() -> tuple[int, int]:
-    """Collectives and bytes of this rank since the last reset."""
-    counts = [count for comm in _communicators() for count in comm.traffic().values()]
-    return sum(messages for messages, _ in counts), sum(sent for _, sent in counts)
 
 
 def _of_all_ranks(value: float) -> list[float]:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from .._tools.gpt import GPT
+from .._tools.table import print_table
 from ..global_var import rank, world_size
 from ..init import init_distributed
 from ..optim import AdamOptimizer, OptimManager
@@ -34,7 +35,6 @@ from ..synchronize import synchronize
 from ..virtual import VirtualShard, virtual_shards
 from ..wrapper import BMTrainModelWrapper
 from ._launch import answer, launch
-from ._table import print_table
 from ._training import in_turn, timed
 
 __all__ = ["add_arguments", "run"]

@@ -1,9 +1,11 @@
 """Predictions of memory, time and traffic of a training run, before it is launched."""
 
-from .describe import describe_config, describe_module
-from .estimator import MemoryEstimate, Plan, TimeEstimate, estimate, model_state_bytes
+from .decoder import describe_config, gpt2, transformer
+from .describe import describe_module
+from .estimates import MemoryEstimate, Plan, TimeEstimate
+from .estimator import estimate, model_state_bytes
 from .machine import MACHINES, Machine
-from .model import BlockDescription, FlatBuffer, ModelDescription, OutsideParameter, gpt2, transformer
+from .model import BlockDescription, FlatBuffer, ModelDescription, OutsideParameter
 from .policy import TrainingPolicy
 from .search import choose_policy, remedies
 

@@ -6,8 +6,6 @@ All ranks measure at the same time, as they compete for processors and memory in
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,10 +16,11 @@ import torch
 
 from .._engine.drives import make_queue, measure_both, num_on_drives
 from .._tools.checkup import Surroundings
+from .._tools.launch_surviving import rank_environments
 from ..global_var import context
 from ..init import init_distributed
+from .decoder import gpt2
 from .machine import Machine
-from .model import gpt2
 
 __all__ = ["measure_machine", "measure_ranks"]
 
@@ -46,19 +45,15 @@ def measure_machine(
     """
     if num_ranks < 1:
         raise ValueError(f"devices: expected at least 1, got {num_ranks}")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    variables = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "bmtrain.plan.calibrate", _name(dtype), *tier_directories],
-            env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(num_ranks)
+        for environment in rank_environments(num_ranks)
     ]
     try:
         said = [rank.communicate(timeout=_TIMEOUT) for rank in ranks]

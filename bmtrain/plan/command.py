@@ -19,12 +19,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from .._engine.pipe_schedule import SCHEDULES
+from .._tools.table import table
 from .._tools.terminal import columns
 from .calibrate import measure_machine
-from .describe import describe_config, describe_module
+from .decoder import describe_config, gpt2
+from .describe import describe_module
 from .estimator import estimate
 from .machine import MACHINES, Machine
-from .model import ModelDescription, gpt2
+from .model import ModelDescription
 from .policy import DISK, TrainingPolicy
 from .published import FITTED, compare, fit_constants
 from .report import format_plan, format_published
@@ -220,8 +222,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.scale is not None:
         _refuse_model(arguments)
-        table = draw_scale(arguments.scale, _machine(arguments))
-        print("\n".join(table if columns() is None else _aligned(table)))
+        drawn = draw_scale(arguments.scale, _machine(arguments))
+        print("\n".join(drawn) if columns() is None else _aligned(drawn))
         return 0
     model, micro_batch = _model(arguments)
     policy = _policy(arguments, micro_batch)
@@ -265,15 +267,11 @@ def _refuse_model(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--scale: draws models of its own (1.3B to 1T); leave out {', '.join(given)}")
 
 
-def _aligned(table: Sequence[str]) -> list[str]:
+def _aligned(markdown: Sequence[str]) -> str:
     """A Markdown table aligned for a terminal, its titles in two lines."""
-    title, _, *rest = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
-    rows = [[cell.rpartition(" ")[0] for cell in title], [cell.rpartition(" ")[2] for cell in title], *rest]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(cells))
-        for cells in (list(zip(row, widths, strict=True)) for row in rows)
-    ]
+    title, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown]
+    above, _, below = zip(*(cell.rpartition(" ") for cell in title), strict=True)
+    return table(above, [below, *rows])
 
 
 def _write(path: Path | None, content: dict[str, Any]) -> None:

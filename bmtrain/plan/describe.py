@@ -1,8 +1,8 @@
-"""Descriptions of models that exist as modules, or as a Hugging Face configuration."""
+"""Descriptions of models that exist as modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,16 +12,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from .._base.arguments import require_dtype, require_integer, require_module
+from .._base.arguments import require_module
 from .._engine.selective import KeptResults, is_expensive
 from ..block_layer import Block
 from ..optim._rules import RULES, Member, Rules, homes_in, table_of
 from ..pipe_layer import PipelineTransformerBlockList
 from .live import gradient_peak
 from .mixtures import balanced_experts
-from .model import BlockDescription, FlatBuffer, ModelDescription, OutsideParameter, muon_flops, transformer
+from .model import BlockDescription, FlatBuffer, ModelDescription, OutsideParameter, muon_flops
 
-__all__ = ["describe_config", "describe_module"]
+__all__ = ["describe_module"]
 
 
 def describe_module(
@@ -394,98 +394,3 @@ class _Watch:
 
 def _not_needed(saved: object) -> Any:
     raise RuntimeError("a described forward has no backward")
-
-
-#: Beginnings of the names of families whose feed-forward layer has a gate; a configuration does not say so itself.
-_GATED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "phi3", "olmo", "minicpm")
-
-
-def describe_config(
-    config: Any, *, seq_len: int | None = None, dtype: torch.dtype = torch.bfloat16
-) -> ModelDescription:
-    """Describes a decoder by its Hugging Face configuration: a dense one by its sizes alone.
-
-    A mixture of experts is built on the meta device by ``transformers``, and described as :func:`describe_module` does.
-
-    Args:
-        config: a ``PretrainedConfig``, or the content of a ``config.json``.
-        seq_len: tokens of a sample; default: as many as the model has positions.
-        dtype: of parameters and activations.
-
-    Raises:
-        ValueError: a size is missing, the model is not a decoder, or it is a mixture of a type that ``transformers``
-            does not know.
-        ImportError: it is a mixture, and ``transformers`` is not installed.
-
-    Example:
-        >>> from bmtrain.plan import describe_config
-        >>> sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-        ...          "intermediate_size": 11008, "vocab_size": 32000}
-        >>> llama = describe_config({"model_type": "llama", **sizes}, seq_len=2048)
-        >>> round(llama.num_parameters / 1e9, 1)
-        6.7
-    """
-    if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
-        raise TypeError(
-            f"config: expected a configuration or a dict, got {config!r:.80} ({type(config).__name__})"
-        )
-    if seq_len is not None:
-        require_integer("seq_len", seq_len, 1)
-    require_dtype("dtype", dtype)
-    values: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
-    kind = str(values.get("model_type", "decoder"))
-    if values.get("is_encoder_decoder"):
-        raise ValueError(f"config: expected a decoder, got an encoder and a decoder ({kind})")
-    is_mixture = any(values.get(name) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
-    dim = _number(values, "hidden_size", "n_embd", "d_model")
-    heads = _number(values, "num_attention_heads", "n_head")
-    positions = values.get("max_position_embeddings") or values.get("n_positions") or values.get("n_ctx")
-    length = seq_len or positions
-    if not length:
-        raise ValueError("seq_len: expected a length, as the configuration gives no number of positions")
-    if is_mixture:
-        return _describe_built(values, int(length), dtype)
-    gated = kind.startswith(_GATED)
-    return transformer(
-        name=kind,
-        num_layers=_number(values, "num_hidden_layers", "n_layer", "num_layers"),
-        dim_model=dim,
-        num_heads=heads,
-        num_kv_heads=values.get("num_key_value_heads") or heads,
-        dim_head=values.get("head_dim") or dim // heads,
-        dim_ff=values.get("intermediate_size") or values.get("n_inner") or 4 * dim,
-        gated=gated,
-        vocab_size=_number(values, "vocab_size"),
-        seq_len=int(length),
-        num_positions=0 if gated else int(positions or length),
-        bias=not gated,
-        tied=bool(values.get("tie_word_embeddings", not gated)),
-        element_size=dtype.itemsize,
-        scores=False,
-    )
-
-
-def _describe_built(values: Mapping[str, Any], seq_len: int, dtype: torch.dtype) -> ModelDescription:
-    """Describes a model that transformers builds on the meta device, with weights of ``dtype``."""
-    try:
-        from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # here: few models need them
-    except ImportError:
-        raise ImportError(
-            "config: a mixture of experts is built by transformers: pip install transformers, or describe it by a "
-            "module"
-        ) from None
-    kind = str(values.get("model_type"))
-    if kind not in CONFIG_MAPPING:
-        raise ValueError(f"config: expected a type that transformers knows, or --module, got {kind!r}")
-    # No code of the configuration's own, and no quantised weights.
-    sizes = {name: values[name] for name in values if name not in ("auto_map", "quantization_config")}
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes), dtype=dtype)
-        return describe_module(model, torch.empty(1, seq_len, dtype=torch.int64))
-
-
-def _number(values: Mapping[str, Any], *names: str) -> int:
-    for name in names:
-        if values.get(name):
-            return int(values[name])
-    raise ValueError(f"config: expected {' or '.join(names)}, got neither")

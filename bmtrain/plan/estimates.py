@@ -1,10 +1,18 @@
-"""Predicted memory and time of a step, by purpose."""
+"""Predicted memory and time of a step, by purpose, and the plan that has them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
-__all__ = ["MemoryEstimate", "TimeEstimate"]
+from ..errors import DoesNotFitError
+from .disk import DiskEstimate
+from .machine import Machine
+from .model import ModelDescription
+from .policy import TrainingPolicy
+from .simulation import StepResult
+
+__all__ = ["MemoryEstimate", "Plan", "TimeEstimate"]
 
 #: Memory of kernels and allocators beside tensors: a share of the tensors; and what libraries keep for products, which
 #: grows with the widths of a model, and so with the tensors, up to a limit.
@@ -112,4 +120,106 @@ class TimeEstimate:
             "host memory": self.host,
             "pipeline": self.idle,
             "drives": self.exposed_disk,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Predicted memory, time and traffic of a run.
+
+    Args:
+        model: the model to train.
+        machine: the machine.
+        policy: the training policy.
+        memory: on one device.
+        time: of one step.
+        traffic: operation -> (messages, bytes sent) of one rank and step, as `Communicator.traffic` counts; and copies
+            of blocks on the host, ``"to the device"`` and ``"to the host"``.
+        result: the simulated forward and backward.
+        disk: of one rank.
+    """
+
+    model: ModelDescription
+    machine: Machine
+    policy: TrainingPolicy
+    memory: MemoryEstimate
+    time: TimeEstimate
+    traffic: dict[str, tuple[int, int]]
+    result: StepResult
+    disk: DiskEstimate
+
+    @property
+    def written_per_day(self) -> float:
+        """Bytes that the drives of a node take in a day of training."""
+        return self.disk.written * self.machine.devices_per_node * 86_400 / self.time.step
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.fits
+
+    def require_fit(self, world_size: int) -> None:
+        """Refuses a run that would end out of memory.
+
+        Args:
+            world_size: ranks of the run.
+
+        Raises:
+            ValueError: the plan is for another number of ranks.
+            DoesNotFitError: it needs more memory than the machine has.
+        """
+        if world_size != self.machine.num_devices:
+            raise ValueError(
+                f"plan: made for {self.machine.num_devices} devices, but there are {world_size} ranks"
+            )
+        memory = self.memory
+        for what, needed, usable in (
+            ("a device", memory.total, memory.usable),
+            ("a node's host memory", memory.host, memory.host_usable),
+        ):
+            if needed > usable:
+                raise DoesNotFitError(
+                    f"plan: {self.model.name} needs {needed / 2**30:.1f} GiB of {what}, which has "
+                    f"{usable / 2**30:.1f} GiB; bmtrain.plan.remedies(plan) tells what would make it fit"
+                )
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of all ranks: ``micro_batch`` for each group that shares samples."""
+        groups = self.machine.num_devices // (self.policy.tp_size * self.policy.sp_size)
+        return self.policy.micro_batch * self.policy.accumulate * groups
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples_per_step / self.time.step
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.samples_per_second * self.model.seq_len
+
+    @property
+    def flops_per_device(self) -> float:
+        """Useful operations per second and device: three forwards a sample, recomputation not counted."""
+        return 3 * self.model.flops * self.samples_per_second / self.machine.num_devices
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: useful operations over the peak (Chowdhery et al., PaLM, 2022, appendix B)."""
+        return self.flops_per_device / self.machine.flops
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "model": {"name": self.model.name, "parameters": self.model.num_parameters},
+            "machine": asdict(self.machine),
+            "policy": self.policy.as_dict(),
+            "fits": self.fits,
+            "bottleneck": self.time.bottleneck,
+            "memory": {**asdict(self.memory), "scratch": self.memory.scratch, "total": self.memory.total},
+            "seconds": asdict(self.time),
+            "traffic": {name: list(counts) for name, counts in self.traffic.items()},
+            "disk": {**asdict(self.disk), "written_per_day": self.written_per_day},
+            "samples_per_second": self.samples_per_second,
+            "tokens_per_second": self.tokens_per_second,
+            "tflops_per_device": self.flops_per_device / 1e12,
+            "mfu": self.mfu,
         }

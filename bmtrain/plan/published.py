@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .decoder import gpt2
 from .estimator import model_state_bytes
 from .machine import MACHINES, Machine
-from .model import ModelDescription, gpt2
+from .model import ModelDescription
 from .network import Network
 from .policy import TrainingPolicy
 from .simulation import Rates, SimulatedStep

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from .._engine.policy import Recompute
-from .estimator import Plan
+from .estimates import Plan
 from .machine import Machine
 from .published import BATCHES, PUBLISHED, Cell, Fit
 

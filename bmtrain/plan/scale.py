@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from .._tools.pictures import COLORS, new_figure, plain
-from .estimator import Plan, estimate
+from .decoder import gpt2
+from .estimates import Plan
+from .estimator import estimate
 from .machine import MACHINES, Machine
-from .model import ModelDescription, gpt2
+from .model import ModelDescription
 from .policy import TrainingPolicy
 
 __all__ = ["CURVES", "Curve", "draw_scale"]

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from .._base.arguments import require_kind
 from .._engine.policy import Recompute
-from .estimator import Plan, estimate
+from .estimates import Plan
+from .estimator import estimate
 from .machine import Machine
 from .model import ModelDescription
 from .policy import TrainingPolicy

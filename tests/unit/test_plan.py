@@ -33,7 +33,8 @@ from bmtrain.plan import (
     gpt2,
     remedies,
 )
-from bmtrain.plan.estimator import Plan, _Run
+from bmtrain.plan.estimates import Plan
+from bmtrain.plan.estimator import _Run
 from bmtrain.plan.machine import GIB, Machine
 from bmtrain.plan.model import FlatBuffer, ModelDescription, muon_flops
 from bmtrain.plan.network import Network, Wire

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .._tools.terminal import columns
+from .terminal import columns
 
 _GAP = 2
 
