@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import socket
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +55,8 @@ def _join(strategy: Any) -> None:
 
 
 def _free_port() -> int:
-    with closing(socket.create_server(("", 0))) as server:
-        port: int = server.getsockname()[1]
-        return port
+    with socket.create_server(("", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def _share_scale(plugin: Any) -> None:
@@ -224,8 +222,10 @@ class BMTrainStrategy(TrainerDDP):  # type: ignore[misc]
         path = Path(self.broadcast(checkpoint_path))
         options = {} if weights_only is None else {"weights_only": weights_only}
         strict = self.lightning_module.strict_loading
+        is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = list(self.optimizers) if is_fitting else []  # which an evaluation leaves as they are
         if path.is_dir():
-            self._folder(path).load(self.lightning_module, list(self.optimizers), strict)
+            self._folder(path).load(self.lightning_module, optimizers, strict)
             rest: dict[str, Any] = self.checkpoint_io.load_checkpoint(path / _REST, **options)
             if _CURRENT in rest:
                 rest[_CURRENT] = self.lightning_module.state_dict()
@@ -233,7 +233,7 @@ class BMTrainStrategy(TrainerDDP):  # type: ignore[misc]
             return {"state_dict": {}, "optimizer_states": [], **rest}
         whole: dict[str, Any] = self.checkpoint_io.load_checkpoint(path, **options)
         _load_whole(self.lightning_module, whole["state_dict"], strict)
-        for optimizer, state in zip(self.optimizers, whole.get("optimizer_states", ()), strict=False):
+        for optimizer, state in zip(optimizers, whole.get("optimizer_states", ()), strict=False):
             load_optimizer_state(optimizer, {**state, "is_whole": True}, 1.0)
         return whole
 

@@ -122,6 +122,9 @@ def train(kind: str, ranks: int, folder: Path, options: dict[str, Any]) -> dict[
     seen["predicted"] = (
         predicted.mean().item() if ranks == 1 else trainer.strategy.reduce(predicted.mean()).item()
     )
+    weights = folder / "weights.ckpt"
+    trainer.save_checkpoint(weights, weights_only=True)
+    seen["weights"] = trainer.test(module, ckpt_path=weights, verbose=False)[0]["val_loss"]
     resumed = Module()
     trainer = trainer_of(kind, ranks, folder / "resumed", options, 2)
     trainer.fit(resumed, ckpt_path=folder / "epoch=0.ckpt")
