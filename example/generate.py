@@ -13,7 +13,7 @@ from agree import UserError, exit_together
 from checkpoint import read_run
 from data import END_OF_FILE
 from models import GPT
-from options import DTYPES
+from options import DTYPES, Help
 
 import bmtrain as bmt
 from bmtrain.distributed import checkpoint
@@ -21,16 +21,17 @@ from bmtrain.distributed import checkpoint
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Sample text from a checkpoint of train.py.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Sample text from a checkpoint of train.py.", formatter_class=Help
     )
-    parser.add_argument("--out", default="out/gpt2", help="the folder that train.py wrote to")
-    parser.add_argument("--checkpoint", help="a folder step-* of it; default: the last one")
-    parser.add_argument("--prompt", default="def main(", help="the text to continue")
+    parser.add_argument("--out", metavar="FOLDER", default="out/gpt2", help="folder that train.py wrote to")
+    parser.add_argument("--checkpoint", metavar="FOLDER", help="a folder step-* of it; default: the last one")
+    parser.add_argument(
+        "--prompt", default="def main(", metavar="TEXT", help="text to continue (default: '%(default)s')"
+    )
     parser.add_argument("--num-tokens", type=int, default=200, help="bytes to add")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the most likely byte")
     parser.add_argument("--top-k", type=int, default=40, help="choose among the k most likely; 0: all")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the choices")
     options = parser.parse_args()
 
     bmt.init_distributed(seed=options.seed)

@@ -54,7 +54,7 @@ _DECIDES_LOSS = (
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = _Parser(
         description="Train a GPT-2 on bytes of text, sharded over all ranks of the launcher.",
-        formatter_class=_Help,
+        formatter_class=Help,
     )
     _add_model(parser.add_argument_group("model"))
     _add_training(parser.add_argument_group("training"))
@@ -135,8 +135,10 @@ def _add_layout(layout: _Group) -> None:
 
 
 def _add_files(files: _Group) -> None:
-    files.add_argument("--data", help="a file or folder of text; default: Python's standard library")
-    files.add_argument("--out", default="out/gpt2", help="folder for checkpoints and logs")
+    files.add_argument(
+        "--data", metavar="PATH", help="a file or folder of text; default: Python's standard library"
+    )
+    files.add_argument("--out", metavar="FOLDER", default="out/gpt2", help="folder for checkpoints and logs")
     files.add_argument("--save-every", type=_positive, default=250, help="steps between checkpoints")
     files.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out")
     files.add_argument(
@@ -162,7 +164,7 @@ def _add_files(files: _Group) -> None:
     )
 
 
-class _Help(argparse.HelpFormatter):
+class Help(argparse.HelpFormatter):
     """Shows the defaults of options that take a value, and N or X for a number."""
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:

@@ -17,7 +17,7 @@ import torch
 from agree import StopRequest, UserError, exit_together, together
 from checkpoint import load_checkpoint, save_checkpoint
 from data import Batch, Sampler, load_corpus, validation_batches
-from logbook import Logbook, percent, prepare
+from logbook import Logbook, prepare
 from models import GPT
 from options import DTYPES, layout_options, model_options, parse_options, refuse, run_options
 from pace import Pace, peak_memory
@@ -248,10 +248,14 @@ def report(logbook: Logbook, pace: Pace, saved: Path | None, weights: Path) -> N
     before, after = logbook.validation_losses()
     device = bmt.config["device"]
     peaks = bmt.distributed.all_gather(torch.tensor(peak_memory(), device=device)).tolist()
+    share = pace.exposed_communication()
+    waits = (
+        {} if share is None else {"communication": f"{share:.1%} of rank 0's time is spent waiting for it"}
+    )
     results = {
         "validation loss": f"{before:.4f} before, {after:.4f} after",
-        "tokens per second": f"{pace.tokens_per_second():,.0f}",
-        "communication": f"{percent(pace.exposed_communication())} of rank 0's time is spent waiting for it",
+        **({"tokens per second": f"{pace.tokens_per_second():,.0f}"} if pace.num_steps else {}),
+        **waits,
         "peak memory per rank": ", ".join(f"{peak:,.0f} MiB" for peak in peaks),
         **drives(pace),
         "checkpoint": saved or "none: there was no step left to do",

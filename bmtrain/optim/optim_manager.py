@@ -254,8 +254,8 @@ class OptimManager:
         """Fills the gradients of all optimizers with zeros, or drops them.
 
         Args:
-            set_to_none: drop them: their memory is free during the forward, and the next backward writes gradients
-                instead of adding to them.
+            set_to_none: drop them, as optimizers of torch do: their memory is free during the forward, and parameters
+                without a new gradient stay as they are; gradients of zeros are followed by momentum and weight decay.
         """
         if self._is_accumulating():
             return

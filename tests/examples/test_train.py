@@ -430,8 +430,11 @@ def test_resume_of_another_run(tmp_path: Path, text: Path) -> None:
 def test_a_longer_run_can_go_on(tmp_path: Path, text: Path) -> None:
     options = [*TINY, "--data", text, "--out", tmp_path]
     succeed(1, "train.py", *options, "--steps", "3")
-    succeed(1, "train.py", *options, "--steps", "5", "--resume")
+    resumed = [succeed(1, "train.py", *options, "--steps", "5", "--resume") for _ in range(2)]
     assert [r["step"] for r in metrics(tmp_path) if "loss" in r] == [1, 2, 3, 4, 5]
+    assert "tokens per second:" in resumed[0]
+    assert "tokens per second:" not in resumed[1], "no step was left"
+    assert not any("communication:" in output for output in resumed), "too few steps to know"
 
 
 def test_a_timeline_of_the_environment_records_the_example(tmp_path: Path, text: Path) -> None:
