@@ -21,7 +21,7 @@ PYTHON = {
     "shards": ("_shards parameter", 2125),
     "engine": ("_engine", 8728),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5717),
-    "files": ("_files dcp distributed store weights", 4668),
+    "files": ("_files dcp distributed store weights", 4667),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_292),
     "survive": ("_survive survive", 2763),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 14_006),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
+import re
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import run_ranks
@@ -14,6 +17,7 @@ from harness.checkpoint_run import Run, differences, state_of
 
 import bmtrain as bmt
 from bmtrain.distributed import checkpoint
+from bmtrain.distributed.checkpoint.manifest import CHUNK, Manifest, Piece, ShardFile, StoredTensorInfo
 from bmtrain.errors import UnreadableFileError
 
 
@@ -83,6 +87,49 @@ def check_damage(folder: str) -> str:
         assert "shard-" in attempt(lambda: swap(bad / shards[0], bad / shards[1]))
     assert checkpoint.load(good, run.model, run.manager).step == 2
     return "\n".join(texts)
+
+
+#: Where the text of a manifest is changed, the value that is put there, and what the refusal says.
+CHANGES: list[tuple[tuple[Any, ...], Any, str]] = [
+    (("format",), 2, "format 2: this version reads format 1"),
+    (("step",), True, "the manifest: expected a number of at least 0, got True"),
+    (("tp_size",), 0, "the manifest: expected a number of at least 1, got 0"),
+    (("ep_size",), 0, "the manifest: expected a number of at least 1, got 0"),
+    (("values",), [], "values: expected a table"),
+    (("ranks", 1), None, "values: expected a table, and one for each rank"),
+    (("files", 0, "name"), "../shard-0.bin", "is not the name of a shard"),
+    (("files", 0, "size"), CHUNK + 1, "shard-0.bin: 1 checksums do not go with"),
+    (("files", 1, "crc32"), [-1], "shard-1.bin: expected a number of at least 0, got -1"),
+    (("tensors", "w", "dtype"), "float31", "tensor w: unknown dtype 'float31'"),
+    (("tensors", "w", "shape"), [2, -3], "tensor w: expected a number of at least 0, got -3"),
+    (("tensors", "w", "parts"), 4, "cannot cut shape"),
+    (("tensors", "w", "dim"), -1, "parts: expected 1 without a dimension to cut"),
+    (("tensors", "w", "pieces", 0, 1), CHUNK - 4, "tensor w: goes beyond the end of shard-0.bin"),
+    (("tensors", "w", "pieces", 0, 0), 2, "not a manifest of this library: IndexError"),
+    (("tensors", "w", "pieces", 2, 2), 2, "tensor w: a piece of slice 2 of 2"),
+    (("tensors", "w", "pieces", 2, 2), 0, "tensor w: pieces of 1 of 2 slices"),
+    (("tensors", "w", "pieces", 0, 4), 1, "tensor w: its pieces make 1 of 3 elements"),
+    (("tensors", "w", "pieces", 1, 3), 3, "tensor w: its pieces make 2 of 3 elements"),
+    (("tensors", "w", "pieces", 1, 4), 2, "tensor w: its pieces make 4 of 3 elements"),
+]
+
+
+@pytest.mark.parametrize(("place", "value", "text"), CHANGES, ids=str)
+def test_a_manifest_that_makes_no_sense_is_refused(place: tuple[Any, ...], value: Any, text: str) -> None:
+    """Although its checksum is right: the text that ``save`` makes of the ranks' messages is read in this way too."""
+    pieces = [Piece(0, 0, 0, 0, 2), Piece(1, 64, 0, 2, 1), Piece(1, 0, 1, 0, 3)]
+    files = [ShardFile(f"shard-{rank}.bin", CHUNK, [7]) for rank in range(2)]
+    tensors = {"w": StoredTensorInfo("float32", [2, 3], 0, 2, pieces)}
+    good = Manifest(3, "0a", 2, 1, 1, files, tensors, {}, [{}, {}])
+    assert Manifest.from_bytes(good.to_bytes(), "it") == good
+    entry = table = json.loads(good.to_bytes())["manifest"]
+    for name in place[:-1]:
+        entry = entry[name]
+    entry[place[-1]] = value
+    body = json.dumps(table).encode()
+    head = f'{{"sha256": "{hashlib.sha256(body).hexdigest()}",\n"manifest": '.encode()
+    with pytest.raises(UnreadableFileError, match=re.escape(text)):
+        Manifest.from_bytes(head + body + b"}\n", "it")
 
 
 @pytest.mark.parametrize("world", [1, 2])

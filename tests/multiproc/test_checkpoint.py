@@ -75,7 +75,9 @@ class Own(bmt.DistributedModule):
 
 @pytest.mark.parametrize("optimizer", ["adam", "torch"])
 @pytest.mark.parametrize("trained_by", [(0, 1), (0,), (1,)])
-@pytest.mark.parametrize("shape", [(), (3,)])
+@pytest.mark.parametrize(
+    "shape", [(), (70_000,)]
+)  # which begins in one chunk of the file and ends in another
 def test_each_rank_gets_the_state_of_its_own_parameters_back(shape, trained_by, optimizer, tmp_path):
     run_ranks(2, check_own_state, str(tmp_path), shape, trained_by, optimizer)
 
@@ -91,6 +93,54 @@ def check_own_state(folder: str, shape: tuple[int, ...], trained_by: tuple[int, 
     assert (model.own in first.state) == (other.own in second.state) == (bmt.rank() in trained_by)
     for key, value in first.state.get(model.own, {}).items():
         assert torch.equal(torch.as_tensor(second.state[other.own][key]), torch.as_tensor(value)), key
+
+
+class Rows(torch.optim.SGD):
+    """Has state of shards that is not shaped like them: the largest gradient, in a tensor of one element."""
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {"largest": p.grad.abs().max().view(1, 1)}
+
+
+class Versioned(bmt.DistributedModule):
+    """Finds out which version of itself has written a state dict."""
+
+    _version = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = bmt.DistributedParameter(torch.arange(1.0, 5.0))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        self.found = metadata.get("version")
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+def save_rows(folder: str) -> list[float]:
+    model = Versioned()
+    optimizer = Rows(model.parameters(), lr=1.0)
+    model.weight.square().sum().backward()
+    optimizer.step()
+    checkpoint.save(folder, 1, model, optimizer)
+    return [state["largest"].item() for state in optimizer.state.values()]
+
+
+def load_rows(folder: str) -> list[float]:
+    model = Versioned()
+    optimizer = Rows(model.parameters(), lr=1.0)
+    if bmt.world_size() == 2:
+        checkpoint.load(folder, model, optimizer)
+        assert model.found == 3
+    else:
+        with pytest.raises(ValueError, match="optimizer 0, parameter 0: largest is not sharded like its"):
+            checkpoint.load(folder, model, optimizer)
+    return [state["largest"].item() for state in optimizer.state.values()]
+
+
+def test_state_that_is_not_shaped_like_shards_loads_at_the_same_layout(tmp_path):
+    assert run_ranks(2, save_rows, str(tmp_path)) == run_ranks(2, load_rows, str(tmp_path)) == [[8.0], [16.0]]
+    assert run_ranks(1, load_rows, str(tmp_path)) == [[]]
 
 
 SIZES = [

@@ -106,7 +106,6 @@ class Loading:
                 entries[key] = StoredTensor(
                     self._reader, name, self._reader.own_or_shared(name, self.same_layout)
                 )
-        self._reader.request_value(told["metadata"])
         outline = outline_of(model)
         check_model_state(model, outline.entries, entries, self._strict)
         for key, entry in entries.items():
