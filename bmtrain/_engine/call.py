@@ -276,7 +276,7 @@ class BlockCall:
         islands = self.engine.islands
         islands.enter()
         try:
-            if self.host is None and not leaves:
+            if self.host is None and not leaves and (self.engine.later or self.engine.device.type == "cpu"):
                 roots = None if isinstance(outputs[0], torch.Tensor) else self.roots
                 ends, packed = roots or GraphRoots(outputs), any(part.packs_saved for part in self.parts)
                 found = write_products_in_place(ends, packed=packed, later=self.engine.later)

@@ -3,8 +3,9 @@ any gradient differs from plain torch's."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import bmtrain as bmt
 from bmtrain._engine import call
+from bmtrain._engine.engine import current_engine
+from bmtrain.global_var import context
 from bmtrain.wrapper import model_wrapper_dispatch
 
 SIZE = 24
@@ -163,8 +166,9 @@ CASES = {
 }
 
 
-def gradients(model: torch.nn.Module, case: Case, dtype: torch.dtype) -> dict[str, Any]:
-    x = torch.linspace(-1, 1, 6 * SIZE, dtype=dtype).reshape(case.dims).requires_grad_()
+@contextlib.contextmanager
+def searches() -> Iterator[list[int]]:
+    """Gives the number of products that each search of a graph has found."""
     found: list[int] = []
     original = call.write_products_in_place
 
@@ -174,9 +178,15 @@ def gradients(model: torch.nn.Module, case: Case, dtype: torch.dtype) -> dict[st
 
     call.write_products_in_place = counting
     try:
-        case.train(model, model(x).square().sum())
+        yield found
     finally:
         call.write_products_in_place = original
+
+
+def gradients(model: torch.nn.Module, case: Case, dtype: torch.dtype) -> dict[str, Any]:
+    x = torch.linspace(-1, 1, 6 * SIZE, dtype=dtype).reshape(case.dims).requires_grad_()
+    with searches() as found:
+        case.train(model, model(x).square().sum())
     grads = {
         name.rpartition(".")[2]: None if p.grad is None else p.grad.reshape(-1)
         for name, p in model.named_parameters()
@@ -233,3 +243,21 @@ def accumulate() -> None:
 
 def test_micro_batches_are_added() -> None:
     run_ranks(1, accumulate)
+
+
+def train_on(kind: str) -> int:
+    """Searches of a backward whose device is of this kind, as far as Python sees it."""
+    block = bmt.Block(model_wrapper_dispatch(Weights(linear)), use_checkpoint=False)
+    loss = block(torch.ones(2, SIZE)).sum()
+    engine = current_engine(context())
+    own, engine.device = engine.device, torch.device(kind)
+    with searches() as found:
+        loss.backward()
+    engine.device = own
+    return len(found)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("cpu", 1), ("cuda", 0)])
+def test_graphs_are_searched_where_products_can_be_found(kind: str, expected: int) -> None:
+    """On GPUs a backward makes none in place, and its host has the least time to spare."""
+    assert run_ranks(1, train_on, kind) == [expected]
