@@ -39,7 +39,7 @@ BUILDING = {"build", "build_ext", "bdist_wheel", "editable_wheel", "develop"}
 # Folders, and files of csrc/bindings, compiled as one with another: most of the time goes to torch's headers.
 JOINED = {"guard": "comm", **dict.fromkeys(["common", "disk", "module", "ops", "optim"], "shard")}
 # Nodes of autograd, like c10d, bring the declarations of all operators of torch.
-JOINED["shard/graph.cpp"] = "comm"
+JOINED |= dict.fromkeys(["shard/graph.cpp", "shard/products.cpp"], "comm")
 
 
 def require_setuptools() -> None:

@@ -27,10 +27,10 @@ PYTHON = {
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 14_006),
 }
 CORE = {
-    "bindings": (". bindings ops", 1431),
+    "bindings": (". bindings ops", 1429),
     "common": ("common", 916),
     "comm": ("comm", 6717),
-    "shard": ("shard", 2757),
+    "shard": ("shard", 2792),
     "disk": ("disk", 853),
     "optim": ("optim", 2087),
     "cpu": ("cpu", 2242),

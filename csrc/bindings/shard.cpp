@@ -7,6 +7,7 @@
 #include "common/python_reference.h"
 #include "shard/buffer_pool.h"
 #include "shard/graph.h"
+#include "shard/products.h"
 #include "shard/sharded_buffer.h"
 #include "shard/tree_sum.h"
 
@@ -138,10 +139,7 @@ void bind_island(py::module_& m) {
       .def("enter", &OpenIslands::enter)
       .def("leave", &OpenIslands::leave);
   py::class_<IslandShore>(m, "IslandShore")
-      .def(py::init([](const std::shared_ptr<OpenIslands>& open, std::string refusal) {
-             return IslandShore(open, std::move(refusal));
-           }),
-           py::arg("open"), py::arg("refusal"))
+      .def(py::init<std::shared_ptr<OpenIslands>, std::string>(), py::arg("open"), py::arg("refusal"))
       .def("guard", &IslandShore::guard, py::arg("leaf"));
   m.def(
       "attach_island",

@@ -3,17 +3,6 @@
 //
 // Nodes and hooks run on autograd's threads; those that run the backward of one block are one at a time.
 // Questions about a graph are asked by the thread that has made it, and by one that is about to run it.
-//
-// [Note: Products in place]
-// The gradient of a weight that a product was taken with is a product itself. Autograd gives it memory of its
-// own, from which the sink copies it to its place in the flat buffer: for a transformer nearly all gradients
-// are moved once more than need be. So before the backward of a block runs, the products in its graph that
-// lead to a sink and nowhere else are found. The edge to the sink is taken away, so that autograd's node
-// leaves the product out, and a hook of the node makes it instead, with the same call on the same operands
-// and so with the same bits, in the flat buffer. What the graph does otherwise is left to autograd: weights
-// used twice, results in another dtype, nodes that somebody watches, detect_anomaly(). A tensor that
-// saved-tensor hooks have packed is unpacked here, and autograd's node finds it unpacked: hooks like those of
-// torch.utils.checkpoint refuse a second time. One that waits on the host is left to autograd.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -89,16 +78,17 @@ class OpenIslands {
   std::atomic<int> count_ = 0;
 };
 
-/// Looks after the leaves of a block's islands, whose gradients are for the block's own backward to hand on.
-class IslandShore {
+/// Looks after the leaves of a block's islands, whose gradients are for the block's own backward to hand on:
+/// the hook of each.
+class IslandShore final : public torch::autograd::PostAccumulateGradHook {
  public:
   /// `refusal`: what is said where a gradient reaches a leaf by another way.
   IslandShore(std::shared_ptr<const OpenIslands> open, std::string refusal);
   /// From now on a gradient that reaches `leaf` while no island is open is dropped, and raises a StateError.
   void guard(const at::Tensor& leaf) const;
+  void operator()(const torch::autograd::Variable& leaf) override;
 
  private:
-  struct Guard;
   std::shared_ptr<const OpenIslands> open_;
   std::shared_ptr<const std::string> refusal_;
 };
@@ -118,6 +108,8 @@ class GradientSink final : public torch::autograd::Node {
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override { return "bmtrain::GradientSink"; }
+
+  // Defined in products.cpp.
 
   /// Whether the gradient may come as two factors: that of a matrix, on the CPU or on any device.
   [[nodiscard]] bool takes_products(bool any_device) const;
@@ -142,26 +134,5 @@ class GradientSink final : public torch::autograd::Node {
 
 using SinkPtr = decltype(NodeTraits<NodePtr>::make<GradientSink>(at::Tensor(), std::weak_ptr<ShardedBuffer>(),
                                                                  std::size_t{0}));
-
-/// Products that wait: gradients of weights, apart from the rest of a backward. For one thread at a time.
-class DeferredProducts {
- public:
-  void add(NodePtr sink, const at::Tensor& left, const at::Tensor& right);
-  /// Makes the products, in the order in which they were added.
-  void run();
-
- private:
-  struct Product {
-    NodePtr sink;
-    at::Tensor left, right;
-  };
-  std::vector<Product> products_;
-};
-
-/// Lets the products in the graph of `roots` write in place, see [Note: Products in place]; with `packed`
-/// also those that have to unpack for it what they were taken with. On the CPU, or with `later`, to which
-/// they are added instead of being made. Returns how many did not yet.
-std::int64_t write_products_in_place(const GraphRoots& roots, bool packed,
-                                     const std::shared_ptr<DeferredProducts>& later);
 
 }  // namespace bmtrain

@@ -1,12 +1,12 @@
-// Data and memory that shards get from elsewhere: a user's, a drive's, or the first of a parameter.
+// Data and memory that shards get from elsewhere (a user's, a drive's, or the first of a parameter), and who
+// else refers to what they have.
 #include <torch/csrc/autograd/variable.h>
 
 #include <memory>
 #include <utility>
 
 #include "common/check.h"
-#include "shard/graph.h"
-#include "shard/shard_memory.h"
+#include "shard/sharded_buffer.h"
 
 namespace bmtrain {
 
@@ -85,6 +85,23 @@ void ShardMemory::adopt_data(std::int64_t num_others) {
     local_views_[i].copy_(is_full ? flat.narrow(0, part.param_begin, part.numel) : flat);
     parameter.set_data(local_views_[i]);
   }
+}
+
+std::int64_t ShardMemory::num_references() const {
+  std::int64_t count = 1;
+  for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
+    count += static_cast<std::int64_t>(!spec_.parameters[i].is_meta() && is_attached(i)) +
+             static_cast<std::int64_t>(local_views_[i].is_alias_of(flat_));
+  }
+  return count;
+}
+
+std::int64_t GatheredBuffer::num_references_to_shard() const {
+  return owns(shard_.flat()) ? static_cast<std::int64_t>(1 + views_.size()) : 0;
+}
+
+std::pair<std::int64_t, std::int64_t> ShardedBuffer::num_references() const {
+  return {shard_.num_references() + gathered_.num_references_to_shard(), gradient_shard_.num_references()};
 }
 
 }  // namespace bmtrain

@@ -92,13 +92,6 @@ at::Tensor Reduction::take_place(std::size_t index, at::ScalarType dtype) {
   return place.view;
 }
 
-void Reduction::sum_what_has_arrived() {
-  std::erase_if(under_way_, [](const std::weak_ptr<Reduction>& other) {
-    const std::shared_ptr<Reduction> reduction = other.lock();
-    return reduction == nullptr || reduction->sum_if_arrived();
-  });
-}
-
 void Reduction::start() {
   BMT_CHECK(StateError, stage_ == Stage::kReceiving, spec_.label, ": there is no gradient to reduce");
   const c10::AutoGradMode no_grad(false);
@@ -152,38 +145,6 @@ void Reduction::await() {
     }
     work_->wait();
     work_.reset();
-  }
-}
-
-bool Reduction::sum_if_arrived() {
-  if (stage_ != Stage::kFirstSum || !peer_slices_ || spec_.num_replicas() > 1) {
-    return true;
-  }
-  if (work_ && !work_->is_completed()) {
-    return false;
-  }
-  const PlainMode plain;
-  await();
-  if (shard_.writes_only(trains_)) {
-    shard_.sum(slices(), trains_);
-    sum_ = shard_.flat();
-  } else {
-    sum_ = spec_.empty_shard(spec_.dtype == at::kDouble ? at::kDouble : at::kFloat);
-    sum_slices(sum_, slices(), /*accumulate=*/false);
-  }
-  stage_ = Stage::kSummed;
-  race_point();
-  peer_slices_->release();
-  return true;
-}
-
-void Reduction::sum_in_turn() {
-  if (stage_ == Stage::kFirstSum && peer_slices_ && !continue_sum()) {
-    await();
-    static_cast<void>(sum_if_arrived());
-  }
-  if (stage_ == Stage::kSummed) {
-    gradient_ = at::Tensor();
   }
 }
 

@@ -1,24 +1,9 @@
 // Reduction: the gradients of one backward, from autograd to the gradient shards. A ShardedBuffer has one
-// object for each backward. What plain calls do not use is defined in reduction_ways.cpp.
+// object for each backward. What plain calls do not use is defined in reduction_ways.cpp, and in
+// sum_ahead.cpp what is for ranks that read each other's gradients in place.
 //
 // One thread at a time: autograd's that runs the block's backward, or the one that waits for the reduction.
 // While the gradients of one buffer land, that thread also sums what has come for others.
-//
-// [Note: Sums ahead of their time]
-// A reduction ends, as the program sees it, when the next block's backward is over. What came earlier is
-// summed earlier, whenever a gradient of that block lands: then the peers, who may be ahead, need not wait
-// for memory that this rank has yet to read. When that is depends on the ranks' speed, so nobody may see it:
-// the sum is made ahead where it is written to a gradient shard that no `.grad` shows yet, and otherwise in
-// memory of its own, in fp32. `.grad` and the hooks follow at the end; a `.grad` that was there, or that
-// somebody else (the read of a parameter outside its block) has put there in between, is added to, with the
-// bits that it would have had.
-//
-// [Note: One buffer of gradients]
-// Where ranks read each other's gradients in place, a backward that runs the forward again needs no second
-// buffer of gradients: the run takes long enough for the reduction before it. Meanwhile that is summed as
-// soon as it has come, also whenever the run saves a tensor; before the first gradient lands it is waited
-// for, summed, and its buffer taken again once the peers have read it. So the number of buffers does not
-// depend on the ranks' speed, and a rank waits for another only if that is behind by more than this run.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -50,15 +50,6 @@ const at::Tensor& ShardMemory::local_view(std::size_t index) const {
   return local_views_[index];
 }
 
-std::int64_t ShardMemory::num_references() const {
-  std::int64_t count = 1;
-  for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
-    count += static_cast<std::int64_t>(!spec_.parameters[i].is_meta() && is_attached(i)) +
-             static_cast<std::int64_t>(refers_to(local_views_[i], flat_));
-  }
-  return count;
-}
-
 void ShardMemory::attach() const {
   for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
     if (!spec_.parameters[i].is_meta()) {
@@ -114,15 +105,6 @@ GradientShard::Mode GradientShard::mode_of(std::size_t index, const std::vector<
   const bool is_ours = flat_.defined() && current.is_alias_of(flat_) && current.is_contiguous() &&
                        current.storage_offset() == part.shard_offset && current.numel() == part.numel;
   return is_ours ? Mode::kAccumulate : Mode::kForeign;
-}
-
-bool GradientShard::writes_only(const std::vector<bool>& trains) const {
-  for (std::size_t i = 0; i < spec_.num_parameters(); ++i) {
-    if (trains[i] && spec_.parameters[i].grad().defined()) {
-      return false;
-    }
-  }
-  return true;
 }
 
 void GradientShard::make(const std::vector<bool>& trains) {

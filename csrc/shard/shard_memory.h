@@ -1,5 +1,6 @@
 // What a rank keeps of a ShardedBuffer: its shard, and its shard of the gradients. Parameters are views of
-// the one between calls, their `.grad` of the other. Defined also in new_memory.cpp and reduction_ways.cpp.
+// the one between calls, their `.grad` of the other. Defined also in new_memory.cpp, reduction_ways.cpp and
+// sum_ahead.cpp.
 //
 // One thread at a time: the one that calls the block, or autograd's that runs the block's backward.
 //

@@ -42,10 +42,6 @@ bool GatheredBuffer::owns(const at::Tensor& tensor) const {
          tensor.storage().unsafeGetStorageImpl() == full_.storage().unsafeGetStorageImpl();
 }
 
-std::int64_t GatheredBuffer::num_references_to_shard() const {
-  return owns(shard_.flat()) ? static_cast<std::int64_t>(1 + views_.size()) : 0;
-}
-
 at::Tensor GatheredBuffer::input() const {
   if (spec_.gather_dtype == spec_.dtype && spec_.layout.num_ranks() > 1 && !spec_.host_lane) {
     return shard_.flat();
@@ -180,10 +176,6 @@ ShardedBuffer::ShardedBuffer(BufferOptions options)
       gradient_shard_(spec_),
       gathered_(spec_, shard_),
       reduction_(std::make_shared<Reduction>(spec_, gradient_shard_)) {}
-
-std::pair<std::int64_t, std::int64_t> ShardedBuffer::num_references() const {
-  return {shard_.num_references() + gathered_.num_references_to_shard(), gradient_shard_.num_references()};
-}
 
 std::int64_t ShardedBuffer::version() const {
   std::int64_t sum = 0;
