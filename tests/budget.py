@@ -28,11 +28,11 @@ PYTHON = {
 }
 CORE = {
     "bindings": (". bindings ops", 1429),
-    "common": ("common", 916),
+    "common": ("common", 929),
     "comm": ("comm", 6717),
-    "shard": ("shard", 2792),
+    "shard": ("shard", 2787),
     "disk": ("disk", 853),
-    "optim": ("optim", 2087),
+    "optim": ("optim", 2070),
     "cpu": ("cpu", 2242),
     "cuda": ("cuda", 1473),
     "packaging": ("packaging", 86),

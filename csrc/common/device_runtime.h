@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <utility>
 
 namespace c10 {
 struct Device;
@@ -42,6 +43,18 @@ class DeviceRuntime {
   virtual void synchronize() = 0;
   /// Calls `work`, whose tensor operations become work of `stream`.
   virtual void run_on(std::int64_t stream, std::function<void()> work) = 0;
+
+  /// What was asked of `stream` so far.
+  [[nodiscard]] std::unique_ptr<DeviceEvent> mark(std::int64_t stream) {
+    std::unique_ptr<DeviceEvent> event = make_event();
+    event->record(stream);
+    return event;
+  }
+  /// As run_on(); returns the mark of the end.
+  [[nodiscard]] std::unique_ptr<DeviceEvent> run_and_mark(std::int64_t stream, std::function<void()> work) {
+    run_on(stream, std::move(work));
+    return mark(stream);
+  }
 };
 
 /// Blocks until the device has come to the event.

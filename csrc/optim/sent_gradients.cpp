@@ -1,7 +1,5 @@
 #include "optim/sent_gradients.h"
 
-#include <ATen/core/grad_mode.h>
-
 #include <utility>
 
 #include "common/check.h"
@@ -17,18 +15,8 @@ std::shared_ptr<const StagedTensors> shared(const StagedTensors& tensors, const 
 // Copies to the host, behind what the caller's stream has queued; the event of their end.
 std::shared_ptr<DeviceEvent> send(DeviceRuntime& runtime, std::int64_t stream,
                                   const std::shared_ptr<const StagedTensors>& tensors) {
-  const std::unique_ptr<DeviceEvent> queued = runtime.make_event();
-  queued->record(runtime.current_stream());
-  queued->block(stream);
-  runtime.run_on(stream, [tensors] {
-    const at::NoGradGuard no_grad;
-    for (std::size_t i = 0; i < tensors->on_host.size(); ++i) {
-      tensors->on_host[i].copy_(tensors->on_device[i], /*non_blocking=*/true);
-    }
-  });
-  std::shared_ptr<DeviceEvent> arrived = runtime.make_event();
-  arrived->record(stream);
-  return arrived;
+  runtime.mark(runtime.current_stream())->block(stream);
+  return runtime.run_and_mark(stream, [tensors] { copy_to_host(*tensors); });
 }
 
 }  // namespace

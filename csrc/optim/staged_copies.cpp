@@ -29,8 +29,7 @@ StagedCopies::StagedCopies(std::shared_ptr<StagingLane> lane, int slot, const St
 void StagedCopies::submit(std::shared_ptr<Update> update) {
   const std::lock_guard lock(mutex_);
   caller_stream_ = lane_->runtime_->current_stream();
-  submitted_ = lane_->runtime_->make_event();
-  submitted_->record(caller_stream_);
+  submitted_ = lane_->runtime_->mark(caller_stream_);
   const std::lock_guard slots_lock(lane_->mutex_);
   predecessor_ = std::exchange(slot().latest, std::move(update));
 }
@@ -57,7 +56,7 @@ void StagedCopies::begin() {
   if (sent_ != nullptr) {
     arrived_ = sent_->arrived();
   } else {
-    copy_gradients();
+    arrived_ = lane_->runtime_->run_and_mark(lane_->to_host_, [this] { copy_to_host(gradients_); });
   }
   if (wants_zero_) {
     zero();
@@ -66,26 +65,13 @@ void StagedCopies::begin() {
   has_begun_ = true;  // only now: what has thrown is tried again by the next thread that needs it
 }
 
-void StagedCopies::copy_gradients() {
-  lane_->runtime_->run_on(lane_->to_host_, [this] {
-    const at::NoGradGuard no_grad;
-    for (std::size_t i = 0; i < gradients_.on_host.size(); ++i) {
-      gradients_.on_host[i].copy_(gradients_.on_device[i], /*non_blocking=*/true);
-    }
-  });
-  arrived_ = lane_->runtime_->make_event();
-  arrived_->record(lane_->to_host_);
-}
-
 void StagedCopies::zero() {
-  lane_->runtime_->run_on(lane_->to_host_, [this] {
+  zeroed_ = lane_->runtime_->run_and_mark(lane_->to_host_, [this] {
     const at::NoGradGuard no_grad;
     for (const at::Tensor& gradient : gradients_.on_device) {
       gradient.zero_();
     }
   });
-  zeroed_ = lane_->runtime_->make_event();
-  zeroed_->record(lane_->to_host_);
 }
 
 void StagedCopies::zero_gradients() {
@@ -136,14 +122,12 @@ void StagedCopies::give_back() {
     }
   }
   submitted_->block(lane_->to_device_);
-  lane_->runtime_->run_on(lane_->to_device_, [this] {
+  returned_ = lane_->runtime_->run_and_mark(lane_->to_device_, [this] {
     const at::NoGradGuard no_grad;
     for (std::size_t i = 0; i < parameters_.on_host.size(); ++i) {
       parameters_.on_device[i].copy_(parameters_.on_host[i], /*non_blocking=*/true);
     }
   });
-  returned_ = lane_->runtime_->make_event();
-  returned_->record(lane_->to_device_);
   const std::lock_guard slots_lock(lane_->mutex_);
   slot().returned = returned_;
 }

@@ -54,9 +54,8 @@ class StagedCopies {
   void zero_gradients();
 
  private:
-  void begin();           // mutex_ is held
-  void copy_gradients();  // mutex_ is held
-  void zero();            // mutex_ is held
+  void begin();  // mutex_ is held
+  void zero();   // mutex_ is held
   [[nodiscard]] StagingLane::Slot& slot() { return lane_->slots_[slot_]; }
 
   const std::shared_ptr<StagingLane> lane_;

@@ -1,5 +1,7 @@
 #include "optim/staging_lane.h"
 
+#include <ATen/core/grad_mode.h>
+
 #include "common/check.h"
 
 namespace bmtrain {
@@ -23,6 +25,13 @@ std::vector<at::Tensor> plain(const std::vector<at::Tensor>& tensors) {
 
 StagedTensors plain(const StagedTensors& tensors) {
   return {plain(tensors.on_device), plain(tensors.on_host)};
+}
+
+void copy_to_host(const StagedTensors& tensors) {
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < tensors.on_host.size(); ++i) {
+    tensors.on_host[i].copy_(tensors.on_device[i], /*non_blocking=*/true);
+  }
 }
 
 void check_pairs(const StagedTensors& tensors, const char* what) {

@@ -45,6 +45,9 @@ struct StagedTensors {
 [[nodiscard]] std::vector<at::Tensor> plain(const std::vector<at::Tensor>& tensors);
 [[nodiscard]] StagedTensors plain(const StagedTensors& tensors);
 
+/// Asks the current stream for the copies.
+void copy_to_host(const StagedTensors& tensors);
+
 /// ValueError, which says `what`, for lists that do not fit.
 void check_pairs(const StagedTensors& tensors, const char* what);
 

@@ -16,11 +16,7 @@ void HostLane::check_capture() const {
             "device");
 }
 
-std::unique_ptr<DeviceEvent> HostLane::mark() const {
-  std::unique_ptr<DeviceEvent> event = runtime_->make_event();
-  event->record(runtime_->current_stream());
-  return event;
-}
+std::unique_ptr<DeviceEvent> HostLane::mark() const { return runtime_->mark(runtime_->current_stream()); }
 
 void HostLane::follow(DeviceEvent& mark) const { mark.block(runtime_->current_stream()); }
 
@@ -39,10 +35,7 @@ std::unique_ptr<DeviceEvent> HostLane::run(std::int64_t stream, DeviceEvent* sta
   if (start != nullptr) {
     start->block(stream);
   }
-  runtime_->run_on(stream, work);
-  std::unique_ptr<DeviceEvent> end = runtime_->make_event();
-  end->record(stream);
-  return end;
+  return runtime_->run_and_mark(stream, work);
 }
 
 }  // namespace bmtrain

@@ -187,9 +187,7 @@ NcclOperationPtr NcclLink::submit(const char* op, const std::string& label, std:
 void NcclLink::launch(std::vector<Entry> batch) {
   const NcclOperation& first = *batch.front().operation;
   const std::string what = describe(first);
-  const std::unique_ptr<DeviceEvent> fork = runtime_->make_event();
-  fork->record(runtime_->current_stream());
-  fork->block(stream_);
+  runtime_->mark(runtime_->current_stream())->block(stream_);
   nccl::Stream const stream = runtime_->native_handle(stream_);
   for (const Entry& entry : batch) {
     handle_->launching.push_back(entry.operation);
@@ -206,8 +204,7 @@ void NcclLink::launch(std::vector<Entry> batch) {
       runtime_->run_on(stream_, entry.after);
     }
   }
-  const std::shared_ptr<DeviceEvent> done = runtime_->make_event();
-  done->record(stream_);
+  const std::shared_ptr<DeviceEvent> done = runtime_->mark(stream_);
   for (const Entry& entry : batch) {
     entry.operation->done = done;
     handle_->pending.push_back(entry.operation);
