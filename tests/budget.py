@@ -29,11 +29,11 @@ PYTHON = {
 CORE = {
     "bindings": (". bindings ops", 1429),
     "common": ("common", 929),
-    "comm": ("comm", 6717),
+    "comm": ("comm", 6657),
     "shard": ("shard", 2787),
     "disk": ("disk", 853),
     "optim": ("optim", 2070),
-    "cpu": ("cpu", 2242),
+    "cpu": ("cpu", 2233),
     "cuda": ("cuda", 1473),
     "packaging": ("packaging", 86),
     "testing": ("testing", 204),

@@ -1,36 +1,19 @@
 #include "comm/transport.h"
 
+#include <iterator>
+
 #include "comm/arguments.h"
 #include "common/check.h"
 
 namespace bmtrain {
 
 const char* name_of(Op op) {
-  switch (op) {
-    case Op::kAllGather:
-    case Op::kAllGatherInPlace:
-      return "all_gather";
-    case Op::kAllToAll:
-    case Op::kAllToAllInPlace:
-    case Op::kAllToAllUneven:
-      return "all_to_all";
-    case Op::kReduceScatter:
-    case Op::kRingReduceScatter:
-      return "reduce_scatter";
-    case Op::kAllReduce:
-      return "all_reduce";
-    case Op::kReduce:
-      return "reduce";
-    case Op::kBroadcast:
-      return "broadcast";
-    case Op::kSend:
-      return "send";
-    case Op::kRecv:
-      return "recv";
-    case Op::kBarrier:
-      return "barrier";
-  }
-  return "unknown";
+  static constexpr const char* kNames[] = {"all_gather", "all_gather",     "all_to_all",     "all_to_all",
+                                           "all_to_all", "reduce_scatter", "reduce_scatter", "all_reduce",
+                                           "reduce",     "broadcast",      "send",           "recv",
+                                           "barrier"};
+  static_assert(std::size(kNames) == static_cast<std::size_t>(Op::kBarrier) + 1);
+  return kNames[static_cast<std::size_t>(op)];
 }
 
 bool Standing::abort(const std::string& why) {

@@ -87,17 +87,8 @@ std::atomic<IsaLevel>& chosen_level() {
 }  // namespace
 
 const char* name_of(IsaLevel level) {
-  switch (level) {
-    case IsaLevel::kBase:
-      return "base";
-    case IsaLevel::kAvx2:
-      return "avx2";
-    case IsaLevel::kAvx512:
-      return "avx512";
-    case IsaLevel::kNeon:
-      return "neon";
-  }
-  return "?";
+  static constexpr const char* kNamesOfLevels[] = {"base", "avx2", "avx512", "neon"};
+  return kNamesOfLevels[static_cast<std::size_t>(level)];
 }
 
 IsaLevel highest_isa_level() {

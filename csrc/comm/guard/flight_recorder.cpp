@@ -10,17 +10,8 @@
 namespace bmtrain {
 
 const char* to_string(OpState state) {
-  switch (state) {
-    case OpState::kPosted:
-      return "posted";
-    case OpState::kStarted:
-      return "started";
-    case OpState::kDone:
-      return "done";
-    case OpState::kFailed:
-      return "failed";
-  }
-  return "unknown";
+  static constexpr const char* kNames[] = {"posted", "started", "done", "failed"};
+  return kNames[static_cast<std::size_t>(state)];
 }
 
 std::string describe(const OpRecord& record) {

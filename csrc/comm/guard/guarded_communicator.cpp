@@ -13,19 +13,8 @@ namespace bmtrain {
 namespace {
 
 const char* to_string(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-      return "sum";
-    case ReduceOp::kAvg:
-      return "avg";
-    case ReduceOp::kMax:
-      return "max";
-    case ReduceOp::kMin:
-      return "min";
-    case ReduceOp::kProd:
-      return "prod";
-  }
-  return "unknown";
+  static constexpr const char* kNames[] = {"sum", "avg", "max", "min", "prod"};
+  return kNames[static_cast<std::size_t>(op)];
 }
 
 OpRecord record_of(const Call& call) {

@@ -43,20 +43,10 @@ class NcclWork final : public Work {
 };
 
 nccl::Op op_of(ReduceOp op, at::ScalarType dtype) {
-  const bool logical = dtype == at::kBool;
-  switch (op) {
-    case ReduceOp::kSum:
-      return logical ? nccl::Op::kMax : nccl::Op::kSum;
-    case ReduceOp::kAvg:
-      return nccl::Op::kAvg;
-    case ReduceOp::kMax:
-      return nccl::Op::kMax;
-    case ReduceOp::kMin:
-      return nccl::Op::kMin;
-    case ReduceOp::kProd:
-      break;
-  }
-  return logical ? nccl::Op::kMin : nccl::Op::kProd;
+  using nccl::Op;
+  static constexpr Op kOfNumbers[] = {Op::kSum, Op::kAvg, Op::kMax, Op::kMin, Op::kProd};
+  static constexpr Op kOfBools[] = {Op::kMax, Op::kAvg, Op::kMax, Op::kMin, Op::kMin};  // "any" and "all"
+  return (dtype == at::kBool ? kOfBools : kOfNumbers)[static_cast<std::size_t>(op)];
 }
 
 bool is_16_bit_float(const at::Tensor& tensor) {
@@ -114,29 +104,19 @@ std::shared_ptr<NcclCommunicator> NcclCommunicator::split(int color, int rank, i
 }
 
 nccl::Type NcclCommunicator::type_of(const char* op, const at::Tensor& tensor) const {
-  switch (tensor.scalar_type()) {
-    case at::kHalf:
-      return nccl::Type::kFloat16;
-    case at::kBFloat16:
-      return nccl::Type::kBfloat16;
-    case at::kFloat:
-      return nccl::Type::kFloat32;
-    case at::kDouble:
-      return nccl::Type::kFloat64;
-    case at::kBool:
-    case at::kByte:
-      return nccl::Type::kUint8;
-    case at::kChar:
-      return nccl::Type::kInt8;
-    case at::kInt:
-      return nccl::Type::kInt32;
-    case at::kLong:
-      return nccl::Type::kInt64;
-    default:
-      BMT_CHECK(TypeError, false, describe(*this, op), ": NCCL does not reduce ", tensor.scalar_type(),
-                "; expected bool, uint8, int8, int32, int64, float16, bfloat16, float32 or float64");
+  using nccl::Type;
+  static constexpr std::pair<at::ScalarType, Type> kTypes[] = {
+      {at::kHalf, Type::kFloat16},   {at::kBFloat16, Type::kBfloat16}, {at::kFloat, Type::kFloat32},
+      {at::kDouble, Type::kFloat64}, {at::kBool, Type::kUint8},        {at::kByte, Type::kUint8},
+      {at::kChar, Type::kInt8},      {at::kInt, Type::kInt32},         {at::kLong, Type::kInt64}};
+  for (const auto& [dtype, type] : kTypes) {
+    if (tensor.scalar_type() == dtype) {
+      return type;
+    }
   }
-  return nccl::Type::kUint8;
+  throw TypeError(
+      detail::join(describe(*this, op), ": NCCL does not reduce ", tensor.scalar_type(),
+                   "; expected bool, uint8, int8, int32, int64, float16, bfloat16, float32 or float64"));
 }
 
 std::int64_t NcclCommunicator::wire_bytes(const Call& call) const {
