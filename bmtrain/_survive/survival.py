@@ -377,37 +377,10 @@ class Survival:
         reports: dict[int, dict[str, Any]],
     ) -> dict[str, Any]:
         """Returns what the first survivor tells all; ``sizes``: numbers of ranks that share a parameter."""
-        if why := self._why_not(ctx, ring, sizes, reports):
-            return {"why": why}
+        if why := ring.why_not(reports, sizes):
+            return {"why": f"{why}: {self._again(ctx)}"}
         places = _places_of(reports)
         return {"given": {} if _are_beyond_a_gate(places) else rendezvous.serve(self._members)}
-
-    def _why_not(self, ctx: Context, ring: Ring, sizes: set[int], reports: dict[int, dict[str, Any]]) -> str:
-        """Returns the reason why these ranks cannot continue alone; empty if they can."""
-        lost = sorted(set(range(ctx.world.size)) - set(reports))
-        if 2 * len(lost) >= ctx.world.size:  # the others may be alive, and think the same of these
-            return (
-                f"{ranks_text(lost)} of {ctx.world.size} lost, and only more than half may continue: "
-                f"{self._again(ctx)}"
-            )
-        for size in sizes - {ctx.world.size}:
-            for rank in range(size):
-                if set(same := list(range(rank, ctx.world.size, size))) <= set(lost):
-                    return (
-                        f"{ranks_text(same)} had the same shards, and were lost at once: {self._again(ctx)}"
-                    )
-        for rank in lost if ctx.world.size in sizes else ():
-            keeper = ring.keeper_of(rank)
-            if keeper in lost:
-                return (
-                    f"{ranks_text([rank])} and the keeper of its copy, {ranks_text([keeper])}, were lost at once: "
-                    f"{self._again(ctx)}"
-                )
-            if reports[keeper]["damage"]:
-                return f"{ranks_text([rank])} was lost and cannot be replaced, as there is damage: " + (
-                    f"{reports[keeper]['damage']}: {self._again(ctx)}"
-                )
-        return ""
 
     def _again(self, ctx: Context) -> str:
         saved = "" if ctx.watch is None else ctx.watch.saved
