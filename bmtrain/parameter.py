@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import copy
 import itertools
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from sys import _getframe
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
-from ._base.opaque import opaque
-from ._base.unseen import TORCH_DATA, TORCH_GRAD, data_of, gradient_of
-from ._ranks.agree import largest
-from ._ranks.context import current, require_gathering, require_intact
+from ._base.tensors import TORCH_DATA, data_of
+from ._ranks.context import require_gathering, require_intact
 from ._shards import penalties
-from ._shards.at_rest import show, show_together, stored_shard_of, zero_consumed
-from ._shards.block_ref import BlockRef, multiplied_from_left
+from ._shards.at_rest import show, show_together
+from ._shards.block_ref import multiplied_from_left
 from ._shards.data_version import DataVersion
 from ._shards.draws import (
     INDEXING,
@@ -35,7 +30,7 @@ from ._shards.draws import (
 from ._shards.foreign import refuse_fsdp, refuse_replicated, warn_of_flatness
 from ._shards.full_values import copy_of_part, full_value, gather_flat, load_full_value, shard_of, whole_shape
 from ._shards.gather import OpAllGather
-from ._shards.grad_readers import CHECKED_FILES, CHECKED_FUNCTIONS, is_shown
+from ._shards.gradient import ParameterWithGradient
 from ._shards.initializer import ParameterInitializer
 from ._shards.meta import no_values
 from ._shards.sharding import ShardSpec, merge_slices, merged_shape
@@ -57,7 +52,7 @@ __all__ = [
 ]
 
 
-class DistributedParameter(torch.nn.Parameter):
+class DistributedParameter(ParameterWithGradient):
     """A parameter of which each rank keeps one shard: seen as a tensor, it is the 1-D local shard.
 
     Args:
@@ -85,12 +80,8 @@ class DistributedParameter(torch.nn.Parameter):
         (12, torch.Size([4, 3]))
     """
 
-    _spec: ShardSpec
     #: Number in order of construction, which is the same on all ranks.
     _number: int
-    #: Name in collectives, so that ranks that use different parameters in one collective raise an error.
-    _label: str
-    _original_shape: torch.Size
     _tp_original_shape: torch.Size
     _init_method: Callable[[torch.Tensor], Any] | None
     _group: str | None
@@ -105,19 +96,12 @@ class DistributedParameter(torch.nn.Parameter):
     #: Whether the data are temporarily the full tensor. See [Note: Writing to a whole parameter].
     _is_whole: bool = False
     _is_reread: bool  # a forward has read it more than once
-    _block: BlockRef | None
     #: Whether it was trained when its Block was built; the Block's copies, and itself when built again, are cut alike.
     _trains_in_block: bool
     #: Version of a parameter outside Blocks, once its ``data`` was read.
     _data_version: DataVersion | None = None
-    _gradient_hooks: OrderedDict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None
-    _accumulated_hooks: OrderedDict[int, Callable[[torch.Tensor], None]] | None
     #: Place and version of the gradients that gathers have sent; None: not watched (`_shards/penalties.py`).
     _reduced: list[tuple[int, int]] | None
-    #: A copy of the gradient, dropped when the gradient may have changed; see `optim/places/overlap/ahead.py`.
-    _sent: Any = None
-    #: Weak reference to its shard on a drive, see `_engine/disk_shard.py`.
-    _stored: weakref.ref[Any] | None = None
     _refuse_shard = refuse_shard
 
     def __new__(
@@ -189,48 +173,6 @@ class DistributedParameter(torch.nn.Parameter):
     @property
     def _slice_group(self) -> Group:
         return context().groups[self._slices or "tp"]
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """This rank's shard of the gradient, or None. See [Note: Readers of a shard's gradient]."""
-        if torch.compiler.is_dynamo_compiling():
-            known: torch.Tensor | None = _gradient_outside_of_graphs(self)
-            return known
-        reader = _getframe(1)
-        gradient = gradient_of(self)
-        code = reader.f_code
-        if code.co_name == "zero_grad":  # torch's methods look whether there is a gradient
-            self._forget_unsent()
-        elif self._stored is not None and gradient is not None:
-            if reader.f_code.co_name == "_apply":
-                zero_consumed(self)
-            show(self, gradient=True)
-        if self._sent is not None:
-            self._sent.drop()
-        is_checked = code.co_filename in CHECKED_FILES or code.co_name in CHECKED_FUNCTIONS
-        if is_checked and not is_shown(self, gradient, reader):
-            return None
-        return gradient
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        if self._sent is not None:
-            self._sent.drop()
-        if value is None:
-            self._forget_unsent()
-        if (stored := stored_shard_of(self)) is not None:
-            stored.note_replaced_gradient(self)
-        TORCH_GRAD.__set__(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
-
-    def _forget_unsent(self) -> None:
-        """Drops the gradient that backwards in :func:`bmtrain.no_sync` left unsent: a script drops ``grad``."""
-        if (present := current()) is not None:
-            gradients: Any = present.engine.gradients
-            gradients.unsent.forget((self,))
 
     @property
     def data(self) -> torch.Tensor:
@@ -331,40 +273,6 @@ class DistributedParameter(torch.nn.Parameter):
         load_full_value(self, full)
         self._spec.make_replicas_equal(self, self._label)
 
-    @torch.no_grad()
-    def gather_grad(self) -> torch.Tensor | None:
-        """Returns the full gradient, of which ``grad`` is a shard; None if no rank has any. Collective.
-
-        It is the sum over the ranks, times the loss scale if there is one. Before a step, and while none waits in
-        :func:`bmtrain.no_sync`, it is what optimizers use.
-
-        Returns:
-            a new tensor of :attr:`full_shape`.
-        """
-        show_together(self, gradient=True)
-        own = self.grad
-        if not any(largest([own is not None], "gradient")):
-            return None
-        local = self.new_zeros(self._spec.local_part[1]) if own is None else own
-        return self._spec.gather(local, self._label).view(self._original_shape)
-
-    @torch.no_grad()
-    def load_grad(self, full: torch.Tensor) -> None:
-        """Copies this rank's part of ``full`` into the gradient. All ranks pass the same tensor.
-
-        Args:
-            full: of :attr:`full_shape`; any device and dtype.
-
-        Raises:
-            ValueError: it has another shape.
-        """
-        if full.shape != self._original_shape:
-            raise ValueError(f"full: expected shape {tuple(self._original_shape)}, got {tuple(full.shape)}")
-        part = self._spec.slice_of(full.reshape(-1))
-        if self.grad is None:
-            self.grad = torch.empty_like(self.detach())
-        self.grad.copy_(part)
-
     def _is_full(self) -> bool:
         """Whether the data are the full tensor: in a running Block, or assigned by the user in place of the shard."""
         if self._is_whole:
@@ -381,50 +289,6 @@ class DistributedParameter(torch.nn.Parameter):
         """Raises if the parameter is still on the meta device; ``name`` names it in the error."""
         if self.is_meta:
             raise RuntimeError(no_values(name, self._original_shape))
-
-    def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
-        """Registers a hook on this rank's full gradient, before the sum over the ranks.
-
-        It does not receive gradients that reach the shard directly, as in ``(param ** 2).sum()``.
-
-        Args:
-            hook: gets the gradient in the parameter's full shape; returns another one, or None.
-
-        Returns:
-            A handle with ``remove()``.
-
-        Raises:
-            RuntimeError: the parameter is frozen, or torch counts nodes that a Block does not run.
-        """
-        if not self.requires_grad:
-            raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
-        name = getattr(hook, "__qualname__", "")  # of torch's hook, which is inside of the function
-        if self._block is not None and name.startswith("register_multi_grad_hook."):
-            raise RuntimeError(
-                "torch.autograd.graph.register_multi_grad_hook(mode='all') was given parameters of a Block, whose "
-                "backward runs no node that it counts: use mode='any', or register_post_accumulate_grad_hook of each"
-            )
-        if self._gradient_hooks is None:
-            self._gradient_hooks = OrderedDict()
-            block = self._block() if self._block is not None else None
-            if block is not None and (place := block._place_of(self)) is not None:
-                place[0].set_hooks(place[1], self._gradient_hooks)
-        handle = RemovableHandle(self._gradient_hooks)
-        self._gradient_hooks[handle.id] = hook
-        return handle
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-        """Calls ``hook(param)`` once at the end of each backward that gave it a gradient, complete in ``.grad``."""
-        if self._accumulated_hooks is None:
-            super().register_post_accumulate_grad_hook(_note_accumulated)
-            self._accumulated_hooks = OrderedDict()
-        handle = RemovableHandle(self._accumulated_hooks)
-        self._accumulated_hooks[handle.id] = hook
-        return handle
-
-    def _run_accumulated_hooks(self) -> None:
-        for hook in list((self._accumulated_hooks or {}).values()):
-            hook(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedParameter:
         clone = type(self)._from_local(self._own_part().clone(), self.requires_grad)
@@ -503,16 +367,6 @@ _NOT_COPIED = (
     "_stored",
     "_is_whole",
 )
-
-
-@opaque
-def _gradient_outside_of_graphs(param: torch.Tensor) -> torch.Tensor | None:
-    """Reads the gradient outside of compiled graphs, in functions such as an optimizer's step."""
-    return gradient_of(param)
-
-
-def _note_accumulated(param: torch.Tensor) -> None:
-    context().engine.gradients.note_accumulated(param)
 
 
 def _rebuild(

@@ -1,15 +1,24 @@
-"""Bytes of host tensors without unneeded copies, tied tensors, references to memory, views, walks over graphs."""
+"""Raw data and gradients, bytes of host tensors, tied tensors, references to memory, views, walks over graphs."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch.autograd import forward_ad
+
+# torch's raw ``.data`` and ``.grad``, which DistributedParameter overrides, without change tracking: for reading alone.
+TORCH_DATA: Any = torch.Tensor.data
+TORCH_GRAD: Any = torch.Tensor.grad
+
+#: ``param.data``, without a notification to optimizers that values may change through it.
+data_of: Callable[[torch.Tensor], torch.Tensor] = TORCH_DATA.__get__
+#: ``param.grad``, without invalidation of a copy in flight.
+gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = TORCH_GRAD.__get__
 
 
 def in_host_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._base.deprecate import warn_once
-from .._base.unseen import TORCH_DATA, TORCH_GRAD, data_of, gradient_of
+from .._base.tensors import TORCH_DATA, TORCH_GRAD, data_of, gradient_of
 from .._shards.draws import Alias
 from ..global_var import context, rank
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base.unseen import gradient_of
+from .._base.tensors import gradient_of
 from .._C import ShardedBuffer, lend
 from .._ranks.agree import failing_together
 from .._shards.at_rest import finish_update, stored_shard_of

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._base.generators import kept_generators, packed_generators, unpack_generators
-from .._base.unseen import TORCH_GRAD, gradient_of
+from .._base.tensors import TORCH_GRAD, gradient_of
 from .._ranks.agree import largest
 from .._shards.gather import note_unused
 from .._shards.stage import hand_out, hand_out_batches, share_shape

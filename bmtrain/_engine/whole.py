@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._base.unseen import TORCH_DATA, data_of
+from .._base.tensors import TORCH_DATA, data_of
 from .._ranks.context import require_gathering
 from .._shards.at_rest import show_together
 

@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from .._base.unseen import data_of, gradient_of
+from .._base.tensors import data_of, gradient_of
 from ..global_var import rank, world_size
 from ..parameter import DistributedParameter
 

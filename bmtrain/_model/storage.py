@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._base.unseen import gradient_of
+from .._base.tensors import gradient_of
 from .._C import Communicator, ShardedBuffer
 from .._engine.engine import current_engine
 from .._engine.policy import BlockMode, BlockPolicy

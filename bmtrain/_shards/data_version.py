@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from .._base.unseen import TORCH_DATA
+from .._base.tensors import TORCH_DATA
 
 
 class DataVersion:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._base.said import say
-from .._base.unseen import gradient_of
+from .._base.tensors import gradient_of
 from .._engine.engine import current_engine
 from .._ranks.agree import largest
 from .._ranks.context import Context, context

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.unseen import TORCH_DATA, data_of
+from .._base.tensors import TORCH_DATA, data_of
 from .._C import Communicator
 from .._engine.engine import current_engine
 from .._ranks.context import Context

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.unseen import TORCH_DATA, data_of, gradient_of
+from .._base.tensors import TORCH_DATA, data_of, gradient_of
 from .._C import Communicator, StepJournal, lend
 from .._engine.engine import current_engine
 from .._ops import scale_

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from .._base.arguments import require_module, require_path
-from .._base.tensors import in_host_memory
-from .._base.unseen import data_of
+from .._base.tensors import data_of, in_host_memory
 from .._files.torch_folder import TorchFolder
 from .._files.torch_table import METADATA, read_table
 from .._model.check import check_model_state

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import _ops
-from .._base.unseen import gradient_of
+from .._base.tensors import gradient_of
 from .._C import ReduceOp, SentNumber
 from .._engine.disk_shard import any_on_disk, gradients_in_memory, reading_gradients
 from .._engine.engine import current_engine

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .._base.deprecate import warn_once
-from .._base.unseen import gradient_of
+from .._base.tensors import gradient_of
 from .._C import ReduceOp
 from .._ranks.agree import gather_json
 from .._ranks.comm import wire_device

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._base.arguments import require_number
 from .._base.deprecate import warn_once
-from .._base.unseen import gradient_of
+from .._base.tensors import gradient_of
 from .._C import StepCheck
 from .._engine.engine import current_engine
 from .._ranks.agree import failing_together

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._base.arguments import require_keys
-from .._base.unseen import data_of, gradient_of
+from .._base.tensors import data_of, gradient_of
 from .._ranks import context
 from .._ranks.agree import failing_together, largest
 from .._ranks.context import require_intact

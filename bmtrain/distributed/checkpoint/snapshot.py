@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from ..._base.tensors import bytes_of, in_host_memory
-from ..._base.unseen import data_of
+from ..._base.tensors import bytes_of, data_of, in_host_memory
 from ..._engine.disk_tier import SealedArray
 from ..._files.shared_state import encode
 from ..._model.outline import outline_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._base.arguments import require_integer, require_number
-from ..._base.unseen import data_of
+from ..._base.tensors import data_of
 from .._arrays import MASTER
 from .._options import check_betas, check_not_negative
 from .._rules import RULES, Choice, Member, Rules, Split, heights_of

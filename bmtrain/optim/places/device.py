@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..._base.unseen import data_of
+from ..._base.tensors import data_of
 from .._arrays import MASTER
 from .._narrow import random_bits, store_values, values_of
 from .._updates import Update

@@ -11,7 +11,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from ..._base.unseen import data_of
+from ..._base.tensors import data_of
 from ..._C import lead_graphs_to
 from ..._engine.block_state import BlockState
 from ..._engine.disk_block import DiskBlockState

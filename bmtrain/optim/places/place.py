@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..._base.unseen import gradient_of
+from ..._base.tensors import gradient_of
 from .._arrays import allocate
 from .._narrow import dtype_for
 from ..formulas import Formula, Part

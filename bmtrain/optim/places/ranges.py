@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._base.unseen import data_of
+from ..._base.tensors import data_of
 from .._arrays import MASTER
 from .._updates import Ranges, Update
 from ..formulas import Part

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ...._base.host_memory import available_bytes
-from ...._base.unseen import gradient_of
+from ...._base.tensors import gradient_of
 from ...._C import SentGradients, SentNumber, StagingLane, lead_graphs_to
 from ...._engine.engine import current_engine
 from ...._ranks import context

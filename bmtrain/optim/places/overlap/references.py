@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...._base.tensors import storage_references
-from ...._base.unseen import gradient_of
+from ...._base.tensors import gradient_of, storage_references
 from ..._arrays import MASTER
 
 if TYPE_CHECKING:
