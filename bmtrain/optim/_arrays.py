@@ -310,7 +310,7 @@ def _read_entry(
     formula = optimizer.formula_of(p)
     known = (*formula.arrays, MASTER)
     tensors = [name for name, value in entry.items() if isinstance(value, Tensor) and name != "step"]
-    if tensors and not set(tensors) & set(known):
+    if any(name not in known and name[0] != "_" for name in tensors):  # "_param_fp16": of the first versions
         raise ValueError(
             f"state dict: parameter {number}: expected a state of {type(optimizer).__name__}, with {list(known)}, "
             f"got one of another optimizer, with {tensors}"

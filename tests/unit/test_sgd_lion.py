@@ -14,7 +14,14 @@ from kernel_levels import same_bits
 from torch import nn
 
 import bmtrain
-from bmtrain.optim import LionOffloadOptimizer, LionOptimizer, OptimManager, SGDOffloadOptimizer, SGDOptimizer
+from bmtrain.optim import (
+    AdamOptimizer,
+    LionOffloadOptimizer,
+    LionOptimizer,
+    OptimManager,
+    SGDOffloadOptimizer,
+    SGDOptimizer,
+)
 from bmtrain.optim._updates import Update
 from bmtrain.optim.formulas import Part
 from bmtrain.optim.places.device import apply_by_torch
@@ -172,15 +179,26 @@ def test_a_state_of_torch_sgd_loads() -> None:
     assert all(same_bits(p.data, q.data) for p, q in zip(params, theirs, strict=True))
 
 
-def test_a_state_of_another_optimizer_is_refused() -> None:
-    params = parameters()
-    lion = LionOptimizer(params)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize(
+    ("saved", "loading", "message"),
+    (
+        (LionOptimizer, SGDOptimizer, r"a state of SGDOptimizer, with \['momentum_buffer'.*exp_avg"),
+        (LionOffloadOptimizer, SGDOptimizer, "a state of SGDOptimizer.*exp_avg"),
+        (AdamOptimizer, SGDOffloadOptimizer, "a state of SGDOffloadOptimizer.*exp_avg_sq"),
+        (AdamOptimizer, LionOptimizer, r"a state of LionOptimizer, with \['exp_avg', .*exp_avg_sq"),
+    ),
+)
+def test_a_state_of_another_optimizer_is_refused(
+    saved: Any, loading: Any, message: str, dtype: torch.dtype
+) -> None:
+    """Also where both have masters, or a moment of one name: what it lacks would be lost, and the rate be the other's."""
+    params = parameters(dtype)
+    optimizer = saved(params)
     set_gradients(params, seed=0)
-    lion.step()
-    with pytest.raises(
-        ValueError, match=r"expected a state of SGDOptimizer, with \['momentum_buffer'.*exp_avg"
-    ):
-        SGDOptimizer(params).load_state_dict(lion.state_dict())
+    optimizer.step()
+    with pytest.raises(ValueError, match=f"parameter 0: expected {message}"):
+        loading(params).load_state_dict(optimizer.state_dict())
 
 
 @pytest.mark.parametrize(
