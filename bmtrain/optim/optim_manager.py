@@ -392,7 +392,7 @@ class OptimManager:
         """Loads a state of :meth:`state_dict`, which is not modified.
 
         Args:
-            state_dict: made with as many optimizers, in the same order.
+            state_dict: made with as many optimizers, in the same order; without a loss scale it leaves this one's.
 
         Raises:
             TypeError: ``state_dict`` is no dict.
@@ -433,9 +433,9 @@ class OptimManager:
         """Restores the numbers of a saved state, at the first backward of a step; optimizers stay unchanged."""
         self._num_backwards = 0
         keep_unsent(False)
-        self.loss_scale = state["loss_scale"]
-        self.loss_scale_enabled = state["loss_scale_enabled"]
-        self.steps_since_last_scale = state.get("steps_since_last_scale", 0)
+        if state["loss_scale_enabled"] or not self.loss_scale_enabled:
+            self.loss_scale, self.loss_scale_enabled = state["loss_scale"], state["loss_scale_enabled"]
+            self.steps_since_last_scale = state.get("steps_since_last_scale", 0)
 
 
 def _survival() -> Survival | None:

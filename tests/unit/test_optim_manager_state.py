@@ -74,6 +74,14 @@ def test_resume_is_exact(gather: bool) -> None:
     run_ranks(1, resume_is_exact, gather)
 
 
+@pytest.mark.parametrize("saved", (None, 8.0))
+def test_a_state_without_a_loss_scale_leaves_the_scale(saved: float | None) -> None:
+    """As a run that goes on in fp16 after bf16: without a scale its gradients would underflow."""
+    manager = OptimManager(loss_scale=1024.0)
+    manager.load_state_dict(OptimManager(loss_scale=saved).state_dict())
+    assert (manager.loss_scale_enabled, manager.loss_scale) == (True, saved or 1024.0)
+
+
 def load_checks_the_number_of_optimizers() -> None:
     _, manager = build(0.1)
     state = manager.state_dict()
