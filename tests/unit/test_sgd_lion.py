@@ -192,7 +192,7 @@ def test_a_state_of_torch_sgd_loads() -> None:
 def test_a_state_of_another_optimizer_is_refused(
     saved: Any, loading: Any, message: str, dtype: torch.dtype
 ) -> None:
-    """Also where both have masters, or a moment of one name: what it lacks would be lost, and the rate be the other's."""
+    """Also where both have masters, or a moment of one name."""
     params = parameters(dtype)
     optimizer = saved(params)
     set_gradients(params, seed=0)
