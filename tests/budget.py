@@ -22,9 +22,9 @@ PYTHON = {
     "engine": ("_engine", 8728),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5717),
     "files": ("_files dcp distributed store weights", 4665),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_291),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_300),
     "survive": ("_survive survive", 2762),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 14_006),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_985),
 }
 CORE = {
     "bindings": (". bindings ops", 1429),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ import torch
 import torch.distributed
 
 from .._base.host_memory import resident_bytes
+from .._ranks.streams import InertStream
 from .function_mode import called_by_library, is_cuda, on_cpu
 
 __all__ = ["Event", "Redirects", "Stream", "install"]
@@ -26,7 +28,7 @@ class Redirects(Protocol):
     def replace(self, owner: Any, name: str, value: Any) -> None: ...
 
 
-class Stream:
+class Stream(InertStream):
     """A stream on which all work completes at once."""
 
     device = torch.device("cpu")
@@ -42,48 +44,25 @@ class Stream:
     def __exit__(self, *exception: object) -> None:
         pass
 
-    def synchronize(self) -> None:
-        pass
-
-    def wait_event(self, event: Event) -> None:
-        pass
-
-    def wait_stream(self, stream: Stream) -> None:
-        pass
-
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
         event.record(self)
         return event
 
-    def query(self) -> bool:
-        return True
 
-
-class Event:
+class Event(InertStream):
     """An event that has happened; times are of the wall clock, in milliseconds."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._seconds: float | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        import time
-
         self._seconds = time.perf_counter()
 
     def elapsed_time(self, end: Event) -> float:
         if self._seconds is None or end._seconds is None:
             raise RuntimeError("Both events must be recorded before calculating elapsed time.")
         return 1e3 * (end._seconds - self._seconds)
-
-    def synchronize(self) -> None:
-        pass
-
-    def wait(self, stream: Stream | None = None) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
 
 
 _STREAM = Stream()

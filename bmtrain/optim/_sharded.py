@@ -1,10 +1,9 @@
-"""Base class of optimizers over shards, of a formula and a place: loss scale, state, masters, order of a step."""
+"""Base classes of optimizers over shards, of a formula and a place: loss scale, masters, order of a step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -15,37 +14,28 @@ from .._base.arguments import require_number
 from .._base.deprecate import warn_once
 from .._base.tensors import gradient_of
 from .._C import StepCheck
-from .._engine.engine import current_engine
-from .._ranks.agree import failing_together
-from .._ranks.context import current, require_intact
 from ..global_var import num_losses
 from ._arrays import (
     MASTER,
-    gathered_state,
-    layout_of,
-    read_state,
-    readable_state,
     take_changed_value,
     value_mark,
 )
 from ._grad_stats import check_overflow, forget_unsent, parameters_of
-from ._narrow import store_values, stored_shape
+from ._narrow import stored_shape
 from ._options import check_group
-from ._untraced import UntracedOptimizer
+from ._stateful import StatefulOptimizer
 from ._updates import Journal, Update
-from .formulas import Formula, Part
-from .places import OnDisk, Place
+from .formulas import Part
 from .places.ranges import ranges_of, split
 
 _UNSET: Any = object()
-_OWN = ("_early", "_owned_scale", "_steps_since_last_scale", "_seen")  # attributes that copies keep
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 #: A group, its parameters that a step covers, and the updated ones with their gradients.
 _Group = tuple[dict[str, Any], Sequence[Tensor], Sequence[tuple[Tensor, Tensor]]]
 
 
-class ShardedOptimizer(UntracedOptimizer):
+class ShardedOptimizer(StatefulOptimizer):
     """An optimizer over shards and plain parameters. 16-bit parameters have an fp32 master.
 
     Args:
@@ -56,10 +46,6 @@ class ShardedOptimizer(UntracedOptimizer):
         scale: initial loss scale of the optimizer; None for none.
     """
 
-    _bmtrain_optimizer = True
-    #: What is computed, and where.
-    _formula_class: type[Formula]
-    _place_class: type[Place]
     #: Whether `step_early` may be called, which each rank decides by itself.
     _may_step_early = True
     #: Where steps are recorded; None: nowhere.
@@ -107,18 +93,6 @@ class ShardedOptimizer(UntracedOptimizer):
         self._place.note_new_group()
         self._use_tiers()
         self._place.reserve(self.param_groups[-1]["params"])
-
-    def _compose(self, formula: Mapping[str, Any], place: Mapping[str, Any]) -> None:
-        self._formula: Any = self._formula_class(**formula)
-        self._place: Any = self._place_class(self._formula, **place)
-
-    def _use_tiers(self) -> None:
-        """Lets the policies of Blocks decide where state lies, in a run with tiers."""
-        context = current()
-        if context is None or isinstance(self._place, OnDisk):
-            return
-        if current_engine(context).drives is not None:
-            self._place = OnDisk(self._place, context, self.formula_of)
 
     # ---- loss scale
 
@@ -321,165 +295,25 @@ class ShardedOptimizer(UntracedOptimizer):
         else:
             self._create_state({p: ()})
 
-    def _mark_seen(self, p: Tensor) -> None:
-        if self._place.has_master(p) and not self._place.shares_master(p):
-            self._seen[p] = value_mark(p)
-
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Fills all gradients with zeros, or sets them to None; drops unsent gradients."""
         forget_unsent(parameters_of(self.param_groups))
         if not self._place.zero_grad(self.param_groups, set_to_none):
             super().zero_grad(set_to_none=set_to_none)
 
-    def _updates(self, p: Tensor) -> bool:
-        """Whether a step computes an update of ``p``; an empty shard has only a state, which scripts may read."""
-        return p.numel() > 0 or self.formula_of(p).is_whole
 
-    # ---- state
+class OffloadOptimizer(ShardedOptimizer):
+    """An optimizer whose place is `OnHost`."""
 
     @property
-    def state(self) -> Any:
-        """State by parameter. Reading it waits for pending updates."""
-        self._place.show_state()
-        return self.__dict__["state"]
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.__dict__["state"] = value
-
-    def formula_of(self, p: Tensor) -> Formula:
-        """Returns the formula that updates ``p``."""
-        formula: Formula = self._formula
-        return formula
-
-    def has_master(self, p: Tensor) -> bool:
-        """Whether the state of ``p`` has an fp32 copy of its value."""
-        return bool(self._place.has_master(p))
-
-    def is_on_disk(self, p: Tensor) -> bool:
-        """Whether the state of ``p`` is in a file, see ``BlockPolicy(optimizer="disk")``."""
-        return bool(self._place.is_on_disk(p))
+    def resident_fraction(self) -> float:
+        """Share of the blocks whose state is on the run device, known from the first step on."""
+        return float(self._place.resident_fraction)
 
     @property
-    def _states(self) -> dict[Tensor, dict[str, Any]]:
-        """The state by parameter, without a wait."""
-        states: dict[Tensor, dict[str, Any]] = self.__dict__["state"]
-        return states
-
-    def _create_state(self, wanted: Mapping[Tensor, Sequence[str]]) -> None:
-        """Allocates missing arrays of parameters as zeros, and masters of their current values.
-
-        Tensors made in one call are contiguous.
-        """
-        place = self._place
-        kinds: dict[tuple[torch.device, tuple[str, ...], torch.dtype, bool], list[Tensor]] = {}
-        for p, names in wanted.items():
-            state = self._states.get(p, {})
-            lacking = tuple(name for name in names if name not in state)
-            if MASTER not in state and place.has_master(p) and not place.shares_master(p):
-                lacking += (MASTER,)
-            kinds.setdefault((place.device_of(p), lacking, place.dtype_of(p), self._updates(p)), []).append(p)
-        for (device, lacking, dtype, is_updated), members in kinds.items():
-            self._allocate_state(members, lacking, dtype, device)
-            if is_updated:
-                place.note_new_state(members, lacking, self._states)
-
-    def _allocate_state(
-        self, parameters: Sequence[Tensor], names: tuple[str, ...], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        dtypes = [torch.float32 if name == MASTER else dtype for name in names]
-        arrays = self._place.allocate(parameters, names, dtypes, device)
-        for k, p in enumerate(parameters):
-            state = self._states.setdefault(p, {"step": 0})
-            for name, array in zip(names, arrays, strict=True):
-                state[name] = array[k]
-            if MASTER in names:
-                state[MASTER].copy_(p.detach())
-            elif MASTER not in state and self._place.has_master(p):
-                state[MASTER] = p.detach()
-            self._mark_seen(p)
-
-    def state_dict(self, gather: bool = False) -> dict[str, Any]:
-        """Returns the state of this rank's shards, or of full parameters.
-
-        Moments in 8 bits are decoded to bf16, which is exact: they load without being rounded again.
-
-        Args:
-            gather: return every tensor as the full 1-D fp32 CPU tensor (the momentum of Muon in the shape of the
-                matrix), the same on all ranks, loadable at any number of ranks; collective. Otherwise tensors are this
-                rank's own, and load at the same layout only.
-
-        Returns:
-            The layout of `torch.optim.Optimizer.state_dict`, with ``is_whole`` and, for the state of one rank of
-            several, ``layout``. `torch.load` reads a saved one with its defaults.
-
-        Raises:
-            CommunicationError: on GPUs, after a failure: the state may have been computed from incomplete data.
-        """
-        with failing_together("optimizer state") if gather and current() is not None else nullcontext():
-            out: dict[str, Any] = super().state_dict()
-        require_intact(f"{type(self).__name__}.state_dict()")
-        if gather:
-            out["state"] = gathered_state(self)
-        else:
-            out["state"] = readable_state(self, out["state"])
-            if (layout := layout_of(self)) is not None:
-                out["layout"] = layout
-        out["is_whole"] = bool(gather)
-        return out
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state: of this rank at the same layout, gathered, or of torch's optimizer; of this formula.
-
-        Args:
-            state_dict: not modified, and none of its tensors is kept.
-
-        Raises:
-            ValueError: groups or sizes do not match, or it is of one rank at another layout; nothing changed.
-        """
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        groups, found = read_state(self, state_dict)
-        self.__setstate__({"param_groups": groups})
-        self.state.clear()
-        self._seen.clear()
-        self._create_state(
-            {p: [n for n in self.formula_of(p).arrays if n in entry] for p, entry in found.items()}
-        )
-        for p, entry in found.items():
-            state = self.state[p]
-            state["step"] = entry["step"]
-            for name in (*self.formula_of(p).arrays, MASTER):
-                if name in entry and name in state:
-                    store_values(state[name], entry[name], name)
-            self._mark_seen(p)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    # ---- copies and pickles
-
-    def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()
-        own = {name: getattr(self, name) for name in _OWN}
-        return {**state, **own, **_settings_of(self._formula), **_settings_of(self._place)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_place" not in self.__dict__:
-            state = dict(state)
-            self._compose(*(_take_settings(state, kind) for kind in (self._formula_class, self._place_class)))
-        super().__setstate__(state)
-        self._use_tiers()
-
-
-def _settings_of(part: Formula | Place) -> dict[str, Any]:
-    return {f"_{name}": getattr(part, name) for name in part.settings}
-
-
-def _take_settings(state: dict[str, Any], kind: type[Formula] | type[Place]) -> dict[str, Any]:
-    """Removes settings from the state of a copy; one of an earlier version may lack some."""
-    return {name: state.pop(f"_{name}") for name in kind.settings if f"_{name}" in state}
+    def staging_bytes(self) -> int:
+        """Bytes of page-locked host memory for copies of a GPU's gradients and parameters; 0 on CPU ranks."""
+        return int(self._place.staging_bytes)
 
 
 def _check_bounds(

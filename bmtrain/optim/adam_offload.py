@@ -9,7 +9,7 @@ import torch
 
 from .._base.arguments import require_number
 from ._narrow import read_state_dtype
-from ._offload import OffloadOptimizer
+from ._sharded import OffloadOptimizer
 from .formulas import Adam
 from .formulas.adam import Deltas
 from .places import OnHost

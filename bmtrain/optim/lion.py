@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ._offload import OffloadOptimizer
-from ._sharded import ShardedOptimizer
+from ._sharded import OffloadOptimizer, ShardedOptimizer
 from .formulas import Lion
 from .places import OnDevice, OnHost
 

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from ._narrow import read_state_dtype
 from ._of_torch import is_of_torch, joined
-from ._offload import OffloadOptimizer
 from ._options import check_group
 from ._rules import members_of, table_of
-from ._sharded import ShardedOptimizer
+from ._sharded import OffloadOptimizer, ShardedOptimizer
 from .formulas import Formula, Muon
 from .places import OnHostOwners, OnOwners, Place
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import run_ranks
+from harness.hit_experts import HitExperts
 
 import bmtrain
 from bmtrain._engine.experts import run_experts
@@ -381,29 +382,16 @@ def test_zeros_of_nothing_take_part_in_backward(trained: str) -> None:
     run_ranks(2, zeros_of_nothing, trained, init={"ep_size": 2})
 
 
-class HitExperts(torch.nn.Module):
-    """Computes, as those of transformers, experts that have tokens and no others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_experts = EXPERTS
-        self.weight = torch.nn.Parameter(torch.arange(float(EXPERTS)).view(-1, 1).repeat(1, DIM))
-        self.unused = torch.nn.Parameter(torch.ones(EXPERTS, DIM))  # plain PyTorch lets it be
-
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        result = torch.zeros_like(hidden_states)
-        for expert in top_k_index.unique().tolist():
-            token, place = torch.where(top_k_index == expert)
-            rows = hidden_states[token] * self.weight[expert] * top_k_weights[token, place, None]
-            result = result.index_add(0, token, rows)
-        return result
+def with_an_unused_parameter() -> HitExperts:
+    experts = HitExperts(torch.arange(float(EXPERTS)).view(-1, 1, 1).repeat(1, DIM, DIM))
+    experts.unused = torch.nn.Parameter(torch.ones(EXPERTS, DIM))  # plain PyTorch lets it be
+    return experts
 
 
 def experts_that_no_token_reaches(in_block: bool) -> None:
     """Weight decay and momentum take the zeros that plain PyTorch has, in Blocks and outside."""
-    plain, model = HitExperts(), bmtrain.BMTrainModelWrapper(HitExperts())
+    plain = with_an_unused_parameter()
+    model: Any = bmtrain.BMTrainModelWrapper(with_an_unused_parameter())
     model = bmtrain.Block(model) if in_block else model
     options = {"lr": 0.5, "weight_decay": 0.25, "momentum": 0.5}
     optimizers = [torch.optim.SGD(m.parameters(), **options) for m in (plain, model)]

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from harness import Status, rank_outcomes, run_ranks
+from harness.hit_experts import HitExperts
 from harness.twins import twins
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -790,28 +791,9 @@ def test_each_kind_of_difference_between_ranks_is_told_once(kinds: str) -> None:
     assert all(re.search(*pair) for pair in zip(expected, told, strict=True))
 
 
-class Experts(torch.nn.Module):
-    """As transformers': the wrapper divides them over ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_experts = 2
-        self.weight = torch.nn.Parameter(torch.ones(2, 4, 4))
-
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        result = torch.zeros_like(hidden_states)
-        for expert in top_k_index.unique().tolist():
-            token, place = torch.where(top_k_index == expert)
-            rows = hidden_states[token] @ self.weight[expert] * top_k_weights[token, place, None]
-            result = result.index_add(0, token, rows)
-        return result
-
-
 def experts_of_one_rank() -> tuple[list[str], bool]:
     """Warnings where one rank's experts get no tokens; and whether the others' are trained."""
-    experts = bmt.BMTrainModelWrapper(Experts())
+    experts = bmt.BMTrainModelWrapper(HitExperts(torch.ones(2, 4, 4)))
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(torch.optim.SGD(experts.parameters(), lr=1e-3))
     (weight,) = experts.parameters()
