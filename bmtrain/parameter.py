@@ -14,19 +14,8 @@ from ._base.tensors import TORCH_DATA, data_of
 from ._ranks.context import require_gathering, require_intact
 from ._shards import penalties
 from ._shards.at_rest import show, show_together
-from ._shards.block_ref import multiplied_from_left
 from ._shards.data_version import DataVersion
-from ._shards.draws import (
-    INDEXING,
-    OF_MATRICES,
-    RANDOM,
-    ShardData,
-    by_position,
-    drawing_whole,
-    of_matrices,
-    refuse_shard,
-    transposed,
-)
+from ._shards.draws import ShardData, adapt_methods, drawing_whole, refuse_shard
 from ._shards.foreign import refuse_fsdp, refuse_replicated, warn_of_flatness
 from ._shards.full_values import copy_of_part, full_value, gather_flat, load_full_value, shard_of, whole_shape
 from ._shards.gather import OpAllGather
@@ -327,14 +316,7 @@ class DistributedParameter(ParameterWithGradient):
         )
 
 
-for _name in RANDOM:
-    setattr(DistributedParameter, _name, drawing_whole(_name))
-for _name in OF_MATRICES:
-    setattr(DistributedParameter, _name, of_matrices(_name))
-for _name in INDEXING:
-    setattr(DistributedParameter, _name, by_position(_name))
-DistributedParameter.T = property(transposed)  # type: ignore[assignment]
-DistributedParameter.__rmatmul__ = multiplied_from_left  # type: ignore[method-assign]
+adapt_methods(DistributedParameter, drawing_whole)
 DistributedParameter.requires_grad = penalties.REQUIRES_GRAD  # type: ignore[assignment]
 DistributedParameter.requires_grad_ = penalties.require_grad  # type: ignore[assignment]
 

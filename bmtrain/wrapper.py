@@ -193,6 +193,7 @@ class _Conversion:
         made = DistributedParameter(data, requires_grad=param.requires_grad, ep_mode=of_experts)
         note_given(made, param)
         forget_if_written(made)
+        made._take_hooks(param)
         for key, value in param.__dict__.items():
             made.__dict__.setdefault(key, value)
         self._parameters[id(param)] = (

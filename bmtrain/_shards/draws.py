@@ -77,6 +77,11 @@ def refuse_shard(tensor: Any, operation: str) -> None:
 
 #: Operations that take positions, of which a shard has others than the parameter.
 INDEXING = ("__getitem__", "__setitem__")
+#: Operations along a dimension, of which a shard has another one; `torch.nn.functional.normalize` calls `norm`.
+ALONG = (
+    *("norm", "sum", "mean", "std", "var", "amax", "amin", "max", "min", "argmax", "argmin"),
+    *("softmax", "log_softmax", "logsumexp", "cumsum", "median", "sort", "flip", "roll"),
+)
 
 
 def by_position(name: str) -> Callable[..., Any]:
@@ -86,13 +91,33 @@ def by_position(name: str) -> Callable[..., Any]:
     @functools.wraps(plain)
     def index(self: Any, key: Any, *value: Any) -> Any:
         if any(map(_is_position, key if isinstance(key, tuple) else (key,))):
-            param: Any = self.__dict__.get("_param") if isinstance(self, ShardData) else self
-            is_shard = self._is_still(param) if isinstance(self, ShardData) else not self._is_full()
-            if is_shard and not self.is_meta and self.shape != param._original_shape:
-                warn_of_positions(tuple(param._original_shape), _getframe(1))
+            _warn_of_shard("index", "an index", self)
         return plain(self, key, *value)
 
     return index
+
+
+def along_dimension(name: str) -> Callable[..., Any]:
+    """Returns the tensor's method ``name`` for the same, which warns a script that names a dimension of a shard."""
+    plain: Callable[..., Any] = getattr(torch.Tensor, name)
+    place = {"norm": 1, "roll": 1}.get(name, 0)
+
+    @functools.wraps(plain)
+    def operate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        dim = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else None))
+        if isinstance(dim, (int, tuple, list)) and not isinstance(dim, bool):
+            _warn_of_shard("along", f"{name}() along a dimension", self)
+        return plain(self, *args, **kwargs)
+
+    return operate
+
+
+def _warn_of_shard(key: str, what: str, tensor: Any) -> None:
+    """Warns the script that uses ``what`` on a parameter or its data, if these are a shard."""
+    param: Any = tensor.__dict__.get("_param") if isinstance(tensor, ShardData) else tensor
+    is_shard = tensor._is_still(param) if isinstance(tensor, ShardData) else not tensor._is_full()
+    if is_shard and not tensor.is_meta and tensor.shape != param._original_shape:
+        warn_of_positions(key, what, tuple(param._original_shape), _getframe(2))
 
 
 def _is_position(key: Any) -> bool:
@@ -164,11 +189,14 @@ def _drawing_into(name: str) -> Callable[..., torch.Tensor]:
     return draw
 
 
-for _name in RANDOM:
-    setattr(ShardData, _name, _drawing_into(_name))
-for _name in OF_MATRICES:
-    setattr(ShardData, _name, of_matrices(_name))
-for _name in INDEXING:
-    setattr(ShardData, _name, by_position(_name))
-ShardData.T = property(transposed)  # type: ignore[assignment]
-ShardData.__rmatmul__ = multiplied_from_left  # type: ignore[method-assign]
+def adapt_methods(kind: Any, drawing: Callable[[str], Callable[..., torch.Tensor]]) -> None:
+    """Gives a class of shards its methods; ``drawing`` makes the drawing ones."""
+    families = {RANDOM: drawing, OF_MATRICES: of_matrices, INDEXING: by_position, ALONG: along_dimension}
+    for names, adapted in families.items():
+        for name in names:
+            setattr(kind, name, adapted(name))
+    kind.T = property(transposed)
+    kind.__rmatmul__ = multiplied_from_left
+
+
+adapt_methods(ShardData, _drawing_into)

@@ -146,21 +146,26 @@ def warn_of_flatness(reader: FrameType) -> None:
     )
 
 
-def warn_of_positions(shape: tuple[int, ...], reader: FrameType) -> None:
-    """Warns a script whose frame ``reader`` indexes the shard of a parameter of ``shape``."""
+def warn_of_positions(key: str, what: str, shape: tuple[int, ...], reader: FrameType | None) -> None:
+    """Warns a script whose frame ``reader``, perhaps through a function of torch, uses ``what`` on a shard."""
+    level = 5
+    while reader is not None and reader.f_globals.get("__name__") == "torch.nn.functional":
+        level, reader = level + 1, reader.f_back
     warn_script(
         reader,
-        "index",
-        f"an index was used on a DistributedParameter of shape {shape}, or its .data, which outside of the Block's "
+        key,
+        f"{what} was used on a DistributedParameter of shape {shape}, or its .data, which outside of the Block's "
         "forward is this rank's shard, flat: it takes other elements than of the full tensor. Write in `with "
         "bmtrain.whole(module, write=True):`, and read from p.gather()",
+        level,
     )
 
 
-def warn_script(reader: FrameType, key: str, message: str) -> None:
-    """Warns once, on rank 0, at the frame ``reader``, three calls above, if it is a script's."""
-    if rank() == 0 and reader.f_globals.get("__name__", "").partition(".")[0] not in ("bmtrain", "torch"):
-        warn_once(f"parameter.{key}", message, stacklevel=4, category=UserWarning)
+def warn_script(reader: FrameType | None, key: str, message: str, level: int = 4) -> None:
+    """Warns once, on rank 0, at the frame ``reader``, ``level`` - 1 calls above, if it is a script's."""
+    module = "torch" if reader is None else reader.f_globals.get("__name__", "")
+    if rank() == 0 and module.partition(".")[0] not in ("bmtrain", "torch"):
+        warn_once(f"parameter.{key}", message, stacklevel=level, category=UserWarning)
 
 
 def _replicated(owner: str) -> RuntimeError:

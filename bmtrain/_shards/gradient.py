@@ -119,6 +119,16 @@ class ParameterWithGradient(torch.nn.Parameter):
         self._accumulated_hooks[handle.id] = hook
         return handle
 
+    def _take_hooks(self, plain: torch.Tensor) -> None:
+        """Takes over the hooks of the plain parameter that this one replaces, with the handles that remove them."""
+        attributes: Any = plain
+        self._gradient_hooks = attributes._backward_hooks or None
+        if hooks := attributes._post_accumulate_grad_hooks:
+            torch.Tensor.requires_grad_(self)  # which torch asks for
+            self.register_post_accumulate_grad_hook(_note_accumulated)
+            torch.Tensor.requires_grad_(self, plain.requires_grad)
+            self._accumulated_hooks = hooks
+
     def _run_accumulated_hooks(self) -> None:
         for hook in list((self._accumulated_hooks or {}).values()):
             hook(self)

@@ -317,6 +317,57 @@ def test_a_script_that_indexes_shards_is_warned_once() -> None:
         assert others in ([], [[[], [], [], []]])
 
 
+def reduced_outside() -> list[list[str]]:
+    deprecate._seen.discard("parameter.along")
+    model = bmt.BMTrainModelWrapper(torch.nn.ModuleList([Scaled()]))
+    block = model[0]
+    weight, bias = block.weight, block.bias
+    said = []
+
+    def normalise(tensor: torch.Tensor) -> None:
+        tensor.copy_(torch.nn.functional.normalize(tensor, dim=-1))
+
+    for use in (
+        lambda: [
+            weight.norm(),
+            weight.data.norm(2),
+            weight.sum(dtype=torch.float64),
+            block(torch.ones(2, 4)),
+        ],
+        lambda: [weight.data.mean(), weight.max(weight.detach() * 0)],
+        lambda: normalise(weight.data),
+        lambda: [weight.data.norm(2, dim=-1), weight.detach().mean(0), bias.sum(dim=(0,))],
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            use()
+        assert all(w.filename == __file__ for w in caught)
+        said.append([str(w.message) for w in caught])
+    with bmt.whole(model, write=True), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        normalise(weight.data)
+    assert torch.allclose(weight.gather().norm(dim=1), torch.ones(4))
+    return said
+
+
+class Scaled(torch.nn.Linear):
+    """Normalises its weight where it is full, as its script does between steps."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight / self.weight.norm(dim=1, keepdim=True)
+        return torch.nn.functional.linear(x, weight * self.weight.data.std(1, keepdim=True), self.bias)
+
+
+def test_a_script_that_reduces_shards_along_a_dimension_is_warned_once() -> None:
+    for first, *others in (run_ranks(1, reduced_outside), run_ranks(2, reduced_outside)):
+        assert list(map(len, first)) == [0, 0, 1, 0]
+        assert "norm() along a dimension was used" in first[2][0] and "bmtrain.whole" in first[2][0]
+        assert others in ([], [[[], [], [], []]])
+
+
 class Holder(torch.nn.Module):
     """A plain module, which nobody asks before its parameters are taken."""
 

@@ -421,3 +421,53 @@ def buffers_of_rank_0() -> None:
 
 def test_buffers_that_share_elements_get_the_values_of_rank_0() -> None:
     run_ranks(2, buffers_of_rank_0)
+
+
+class Masked(nn.Module):
+    """A layer that masks its weight's gradient by a hook of its own, as sparse layers do, in and outside of Blocks."""
+
+    def __init__(self, freezes: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.head = nn.Linear(4, 4)
+        self.accumulated: list[int] = []
+        for number, layer in enumerate((*self.layers, self.head)):
+            layer.weight.register_hook(lambda gradient: gradient.tril())
+            layer.weight.register_post_accumulate_grad_hook(
+                lambda _, number=number: self.accumulated.append(number)
+            )
+            layer.weight.requires_grad_(not freezes)
+        self.handle = self.head.bias.register_hook(torch.zeros_like)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(x)
+
+
+def hooks_from_before(freezes: bool) -> None:
+    torch.manual_seed(0)
+    plain = Masked(freezes)
+    torch.manual_seed(0)
+    model: Any = bmt.BMTrainModelWrapper(Masked(freezes))
+    x = torch.randn(3, 4)
+    for step in range(2):
+        for each in (plain, model):
+            for param in each.parameters():
+                param.requires_grad_()  # the frozen ones too
+            each.zero_grad()
+            each.accumulated.clear()
+            each(x).square().sum().backward()
+        assert sorted(model.accumulated) == sorted(plain.accumulated) == [0, 1, 2]
+        for (name, expected), param in zip(plain.named_parameters(), model.parameters(), strict=True):
+            full = param.gather_grad()
+            assert torch.equal(full, bmt.world_size() * expected.grad), (step, name)
+        assert param.gather_grad().any() == step  # of the head's bias
+        plain.handle.remove()
+        model.handle.remove()
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+@pytest.mark.parametrize("world", WORLDS[:2])
+def test_hooks_of_parameters_from_before_the_wrapping_stay(world: int, freezes: bool) -> None:
+    run_ranks(world, hooks_from_before, freezes)
