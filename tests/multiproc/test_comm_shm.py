@@ -126,6 +126,29 @@ def test_background_progress(tmp_path: Path) -> None:
     assert run_ranks(2, progress_without_waiting, str(tmp_path / "arrived")) == [True, True]
 
 
+def more_than_the_slots(signal_file: str) -> None:
+    """More small chunks than a ring has slots (512), before the other rank reads one."""
+    comm = bmtrain.config["comm"]
+    expected = torch.arange(1200.0)
+    messages, broadcasts = (expected.clone() if comm.rank == 0 else torch.zeros(1200) for _ in range(2))
+    if comm.rank == 1:
+        while not os.path.exists(signal_file):
+            time.sleep(0.01)
+    works = [
+        comm.send(message, 1) if comm.rank == 0 else comm.recv(message, 0) for message in messages.split(1)
+    ]
+    works += [comm.broadcast(part, 0) for part in broadcasts.split(1)]
+    Path(signal_file).touch()
+    for work in works:
+        work.wait()
+    assert torch.equal(messages, expected)
+    assert torch.equal(broadcasts, expected)
+
+
+def test_more_than_the_slots(tmp_path: Path) -> None:
+    run_ranks(2, more_than_the_slots, str(tmp_path / "sent"))
+
+
 def random_reductions() -> list[list[float]]:
     comm = bmtrain.config["comm"]
     results = []
