@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._base.opaque import opaque, untraced_by_itself
+from ._base.opaque import constant_while_traced, opaque, untraced_by_itself
 from ._base.tensors import refuse_scripting
 from ._engine.copies import GatheredCopy, Source, source_of
 from ._engine.engine import current_engine
@@ -79,8 +79,9 @@ class DistributedModule(torch.nn.Module):
         parameters = self.__dict__.get("_parameters")
         if parameters is not None and name in parameters:
             param = parameters[name]
-            if torch.compiler.is_compiling() and OWNER in self.__dict__ and GREW not in self.__dict__:
-                return param  # compiled code runs in the Block, and the compiler cannot look at its state
+            is_traced = torch.compiler.is_compiling() and OWNER in self.__dict__ and GREW not in self.__dict__
+            if is_traced and _runs_block():
+                return param  # the compiler cannot look at the state of the Block
             if isinstance(param, DistributedParameter):
                 return _read(self, param, name)
             if type(param) is torch.Tensor:
@@ -171,6 +172,12 @@ def forget_block(attributes: dict[str, Any]) -> None:
 def note_full_shape(module: torch.nn.Module, name: str, param: DistributedParameter) -> None:
     """Records the full shape of ``module.name``, to check its substitutes."""
     module.__dict__.setdefault(_SHAPES, {})[name] = param._original_shape
+
+
+@constant_while_traced
+def _runs_block() -> bool:
+    """Whether a Block has full parameters; asked while code is compiled, and again for a parameter of another shape."""
+    return any(block.is_bound for block in current_engine(context()).blocks)
 
 
 @opaque

@@ -15,12 +15,12 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Storey, from the bottom, or folder -> what belongs to it, and its ceiling. A commit that raises a ceiling gives the
 #: reason in its message.
 PYTHON = {
-    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2534),
+    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2543),
     "watch": ("_watch", 1953),
     "ranks": ("_ranks global_var nccl synchronize utils", 4226),
     "shards": ("_shards parameter", 2172),
-    "engine": ("_engine", 8728),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5718),
+    "engine": ("_engine", 8741),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5725),
     "files": ("_files dcp distributed store weights", 4665),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_300),
     "survive": ("_survive survive", 2762),

@@ -30,6 +30,15 @@ def untraced_by_itself(function: _Function) -> _Function:
     return _skip(function, with_callees=False)
 
 
+def constant_while_traced(function: _Function) -> _Function:
+    """A function that the compiler calls, and whose result it takes for a constant.
+
+    As `torch.compiler.assume_constant_result`, but without importing the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def _skip(function: _Function, with_callees: bool) -> _Function:
     from torch._C._dynamo import eval_frame
 

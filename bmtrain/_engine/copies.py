@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._functorch import config as compiled_functions
 
 from .._base.deprecate import warn_once
 from .._base.tensors import TORCH_DATA, TORCH_GRAD, data_of, gradient_of
@@ -20,6 +22,15 @@ if TYPE_CHECKING:
 
     from ..parameter import DistributedParameter
 
+# torch looks for operators that return their inputs in the first call of compiled code, and then raises an error for
+# tensors of a class that it does not know.
+if hasattr(compiled_functions, "check_custom_op_aliasing"):
+    compiled_functions.check_custom_op_aliasing = False
+
+#: Folders of the compiler, which looks at ``.grad`` of the tensors that it is given.
+_COMPILER = tuple(
+    os.path.join(os.path.dirname(torch.__file__), name, "") for name in ("_dynamo", "_subclasses")
+)
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 _SOURCE = "_bmtrain_source"  # in the __dict__ of a tensor that was gathered
 _KEPT = "_bmtrain_source_of_data"  # in the __dict__ of its `.data`
@@ -158,6 +169,8 @@ class GatheredCopy(Alias):
         """None: the gradient is the parameter's. Assigning None, or a full tensor, assigns it to the parameter."""
         if source_of(self) is None or self.retains_grad:
             return gradient_of(self)
+        if sys._getframe(1).f_code.co_filename.startswith(_COMPILER):
+            return None
         warn_once(
             "copies.grad",
             "a parameter was read outside of Blocks, which gives a gathered copy, and the copy's .grad is None: "

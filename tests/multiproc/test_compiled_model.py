@@ -3,6 +3,7 @@ it is; nothing that a model learns depends on it."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -18,23 +19,30 @@ from bmtrain.wrapper import model_wrapper_dispatch
 BACKENDS = ("eager", "aot_eager")
 
 
+def shifted(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    return x + by
+
+
 class Model(bmtrain.DistributedModule):
-    """Parameters outside blocks: large, small, of a plain module, tied."""
+    """Reads of parameters outside blocks: large, small, of a plain module, in Blocks, for a function, tied."""
 
     def __init__(self, recompute: bool) -> None:
         super().__init__()
         self.embedding = bmtrain.DistributedParameter(torch.randn(300, 256) / 16)
         self.shift = bmtrain.DistributedParameter(torch.zeros(256))
         self.norm = model_wrapper_dispatch(nn.LayerNorm(256))
+        self.linear = bmtrain.nn.Linear(256, 256)
+        bmtrain.init_parameters(self)
         inner = [nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(2)]
         self.layers = nn.ModuleList(
             [bmtrain.Block(model_wrapper_dispatch(module), use_checkpoint=recompute) for module in inner]
         )
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = torch.nn.functional.embedding(ids, self.embedding) + self.shift
+        hidden = shifted(self.linear(torch.nn.functional.embedding(ids, self.embedding)), self.shift)
         for layer in self.layers:
             hidden = hidden + layer(hidden)
+        hidden = torch.nn.functional.linear(hidden, self.layers[0][0].weight, self.layers[1][0].bias)
         logits: torch.Tensor = self.norm(hidden) @ self.embedding.t()
         return logits
 
@@ -64,6 +72,12 @@ def train(recompute: bool, backend: str | None) -> list[torch.Tensor]:
 
 def compare() -> None:
     for recompute, backend in zip((True, False), BACKENDS, strict=True):
+        torch._dynamo.reset()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "a parameter was read outside of Blocks")
+            torch.compile(Model(recompute), backend=backend)(
+                torch.zeros(2, 3, dtype=torch.long)
+            ).sum().backward()
         for x, y in zip(train(recompute, backend), train(recompute, None), strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
     with pytest.raises(
