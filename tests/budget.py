@@ -31,7 +31,7 @@ CORE = {
     "common": ("common", 929),
     "comm": ("comm", 6657),
     "shard": ("shard", 2787),
-    "disk": ("disk", 853),
+    "disk": ("disk", 852),
     "optim": ("optim", 2070),
     "cpu": ("cpu", 2233),
     "cuda": ("cuda", 1473),

@@ -84,9 +84,9 @@ void DiskQueue::start(int number, Transfer transfer) {
                 reinterpret_cast<std::uintptr_t>(transfer.memory.get()) % kDiskAlignment == 0,
             transfer.file->name(), ": expected an aligned range of ", transfer.file->size(),
             " bytes, at most a buffer of ", buffer_bytes_, ", got ", nbytes, " at ", offset);
-  slot = std::move(transfer);
   // Sealed before it is there: a write that fails is an error, after which nothing is read.
-  if (slot.is_write) slot.file->seal(offset, nbytes, data(number));
+  if (transfer.is_write) transfer.file->seal(offset, nbytes, data(transfer, number));
+  slot = std::move(transfer);  // from here on it is awaited
   submit(number);
 }
 
@@ -117,7 +117,7 @@ void DiskQueue::wait(int number) {
   (transfer.is_write ? bytes_written_ : bytes_read_) += transfer.nbytes;
   const Transfer ended = std::exchange(transfer, {});
   if (!ended.is_write) {
-    ended.file->check(ended.offset, ended.nbytes, ended.memory ? ended.memory.get() : buffer(number));
+    ended.file->check(ended.offset, ended.nbytes, data(ended, number));
   }
 }
 

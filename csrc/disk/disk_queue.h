@@ -76,10 +76,9 @@ class DiskQueue {
   [[nodiscard]] const Transfer& transfer(int buffer) const {
     return transfers_[static_cast<std::size_t>(buffer)];
   }
-  /// Where its bytes are.
-  [[nodiscard]] char* data(int buffer) const {
-    const Transfer& now = transfer(buffer);
-    return now.memory ? now.memory.get() : this->buffer(buffer);
+  /// Where the bytes of a buffer's transfer are.
+  [[nodiscard]] char* data(const Transfer& transfer, int buffer) const {
+    return transfer.memory ? transfer.memory.get() : this->buffer(buffer);
   }
   [[nodiscard]] bool is_forked() const;
   void count_call() { ++num_calls_; }

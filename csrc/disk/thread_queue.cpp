@@ -27,7 +27,7 @@ ThreadQueue::~ThreadQueue() {
 void ThreadQueue::submit(int buffer) {
   const Transfer& now = transfer(buffer);
   const auto move = [file = now.file->descriptor(), is_write = now.is_write, offset = now.offset + now.done,
-                     memory = iovec{.iov_base = data(buffer) + now.done,
+                     memory = iovec{.iov_base = data(now, buffer) + now.done,
                                     .iov_len = static_cast<std::size_t>(now.nbytes - now.done)}] {
     const ssize_t moved =
         is_write ? ::pwritev2(file, &memory, 1, offset, 0) : ::preadv2(file, &memory, 1, offset, 0);

@@ -90,7 +90,7 @@ void UringQueue::submit(int buffer) {
   const Transfer& now = transfer(buffer);
   const auto index = static_cast<std::size_t>(buffer);
   results_[index] = kNoResult;
-  vectors_[index] = {.iov_base = data(buffer) + now.done,
+  vectors_[index] = {.iov_base = data(now, buffer) + now.done,
                      .iov_len = static_cast<std::size_t>(now.nbytes - now.done)};
   const unsigned tail =
       *submit_tail_;  // written by this side only; there is room, since each buffer has one entry

@@ -1,5 +1,5 @@
-// Drives ThreadQueue with allocations that fail at the start of a transfer: see
-// tests/unit/test_disk_queue.py, which gives the folder of the file.
+// Drives queues with allocations that fail at the start of a transfer: see tests/unit/test_disk_queue.py,
+// which gives the folder of the file.
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -39,12 +39,13 @@ namespace {
 using Queue = std::shared_ptr<bmtrain::DiskQueue>;
 using File = std::shared_ptr<bmtrain::DiskFile>;
 
-// Whether a read starts with so many allocations.
-bool starts(const Queue& queue, const File& file, int allocations) {
+// Whether a transfer starts with so many allocations.
+bool starts(const Queue& queue, const File& file, int allocations, bool is_write = false) {
   allocations_left = allocations;
   bool is_started = true;
   try {
-    queue->read(0, file, 0, bmtrain::kDiskAlignment);
+    is_write ? queue->write(0, file, 0, bmtrain::kDiskAlignment)
+             : queue->read(0, file, 0, bmtrain::kDiskAlignment);
   } catch (const std::bad_alloc&) {
     is_started = false;
   }
@@ -62,11 +63,7 @@ bool fails(const Queue& queue) {
   return false;
 }
 
-}  // namespace
-
-int main(int, char** arguments) {
-  const auto file = std::make_shared<bmtrain::DiskFile>(arguments[1]);
-  file->reserve(bmtrain::kDiskAlignment);
+void start_reads(const File& file) {
   int allocations = 0;
   for (bool is_started = false; !is_started; ++allocations) {
     for (const bool is_awaited : {true, false}) {  // else the queue ends with it
@@ -79,5 +76,38 @@ int main(int, char** arguments) {
     }
   }
   expect(allocations > 2, "allocations that fail");
+}
+
+// What has no checksum is not written, and the result of the transfer before it is not taken for its own.
+void start_writes(const File& file, const char* back_end) {
+  Queue queue;
+  try {
+    queue = bmtrain::DiskQueue::make(back_end, 1, bmtrain::kDiskAlignment);
+  } catch (const bmtrain::DiskError&) {
+    return;  // not here
+  }
+  expect(starts(queue, file, kAll, /*is_write=*/true), "a write");
+  queue->wait(0);
+  int allocations = 0;
+  for (; !starts(queue, file, allocations, /*is_write=*/true); ++allocations) {
+    try {
+      queue->wait(0);
+    } catch (const bmtrain::DiskError&) {
+      // Its checksum was there, and no thread.
+    }
+    expect(queue->bytes_written() == bmtrain::kDiskAlignment, "the first write alone");
+  }
+  queue->wait(0);
+  expect(queue->bytes_written() == 2 * bmtrain::kDiskAlignment, "another write");
+  expect(allocations > 1, "checksums that fail");
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  const auto file = std::make_shared<bmtrain::DiskFile>(arguments[1]);
+  file->reserve(bmtrain::kDiskAlignment);
+  start_reads(file);
+  for (const char* const back_end : {"threads", "io_uring"}) start_writes(file, back_end);
   std::puts("ok");
 }
