@@ -48,7 +48,9 @@ class GuardedWork final : public Work {
 
   void wait() override {
     if (ended_.load(std::memory_order_acquire)) {
-      inner_->wait();  // repeats its result
+      if (!is_void_) {
+        inner_->wait();  // repeats its result
+      }
       return;
     }
     FlightRecorder& recorder = *guard_->recorder;
@@ -62,7 +64,7 @@ class GuardedWork final : public Work {
       }
     } catch (const CommunicationError& error) {
       guard_->fail(record_, error.what());
-      inner_ = std::make_shared<DoneWork>();
+      is_void_ = true;
       ended_.store(true, std::memory_order_release);
       return;
     } catch (...) {
@@ -77,13 +79,14 @@ class GuardedWork final : public Work {
     ended_.store(true, std::memory_order_release);
   }
 
-  [[nodiscard]] bool is_completed() override { return inner_->is_completed(); }
+  [[nodiscard]] bool is_completed() override { return is_void_ || inner_->is_completed(); }
 
  private:
   const std::shared_ptr<Guard> guard_;
   const OpRecord record_;
-  WorkPtr inner_;
+  const WorkPtr inner_;
   std::atomic<bool> ended_ = false;
+  std::atomic<bool> is_void_ = false;  // see [Note: Void operations]; set before `ended_`
 };
 
 const Communicator& required(const std::shared_ptr<Communicator>& inner,
