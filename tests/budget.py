@@ -29,7 +29,7 @@ PYTHON = {
 CORE = {
     "bindings": (". bindings ops", 1429),
     "common": ("common", 929),
-    "comm": ("comm", 6657),
+    "comm": ("comm", 6650),
     "shard": ("shard", 2787),
     "disk": ("disk", 852),
     "optim": ("optim", 2070),

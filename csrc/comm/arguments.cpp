@@ -1,5 +1,8 @@
 #include "comm/arguments.h"
 
+#include <algorithm>
+#include <iterator>
+
 #include "common/check.h"
 
 namespace bmtrain {
@@ -91,27 +94,18 @@ void check_all_to_all(const Communicator& comm, const Call& call) {
 
 // Whether ordered_reduce can combine values of the tensor's dtype.
 void check_reducible(const Communicator& comm, const char* op, const at::Tensor& tensor, ReduceOp reduce_op) {
-  switch (tensor.scalar_type()) {
-    case at::kHalf:
-    case at::kBFloat16:
-    case at::kFloat:
-    case at::kDouble:
-      return;
-    case at::kBool:
-    case at::kByte:
-    case at::kChar:
-    case at::kShort:
-    case at::kInt:
-    case at::kLong:
-      BMT_CHECK(ValueError, reduce_op != ReduceOp::kAvg, describe(comm, op),
-                ": op \"avg\" needs a floating-point tensor, got ", tensor.scalar_type());
-      return;
-    default:
-      BMT_CHECK(TypeError, false, describe(comm, op),
-                ": expected a dtype of bool, uint8, int8, int16, int32, int64, float16, bfloat16, float32 or "
-                "float64 for a reduction, got ",
-                tensor.scalar_type());
-  }
+  static constexpr at::ScalarType kFloats[] = {at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
+  static constexpr at::ScalarType kIntegers[] = {at::kBool,  at::kByte, at::kChar,
+                                                 at::kShort, at::kInt,  at::kLong};
+  const auto is_one_of = [&](const auto& dtypes) {
+    return std::ranges::find(dtypes, tensor.scalar_type()) != std::end(dtypes);
+  };
+  BMT_CHECK(TypeError, is_one_of(kFloats) || is_one_of(kIntegers), describe(comm, op),
+            ": expected a dtype of bool, uint8, int8, int16, int32, int64, float16, bfloat16, float32 or "
+            "float64 for a reduction, got ",
+            tensor.scalar_type());
+  BMT_CHECK(ValueError, reduce_op != ReduceOp::kAvg || is_one_of(kFloats), describe(comm, op),
+            ": op \"avg\" needs a floating-point tensor, got ", tensor.scalar_type());
 }
 
 void check_peer(const Communicator& comm, const char* op, const at::Tensor& tensor, int peer) {

@@ -38,7 +38,6 @@ struct Exchange {
   /// Between the phases: starts operations of another communicator, which belong to this one; or null.
   std::function<std::vector<WorkPtr>()> share;
   std::function<void()> publish;  // copies the result to the caller's device, by whoever waits; or null
-  std::int64_t wire_bytes = 0;    // that this rank sends
   at::Tensor from, to;            // of the caller, or their stand-ins on the host
   std::vector<at::Tensor> kept;   // what else has to live until the operation is over
   // This rank's own slice, copied to its place among the others before anything travels.

@@ -87,14 +87,12 @@ void plan_gather(Exchange& exchange, const Communicator& comm) {
   for_each_peer(comm,
                 [&](int r) { exchange.receives.push_back({data_of(exchange.to) + r * bytes, bytes, r}); });
   exchange.own = {data_of(exchange.to) + comm.rank() * bytes, data_of(exchange.from), bytes};
-  exchange.wire_bytes = bytes * (comm.size() - 1);
 }
 
 void send_slices(Exchange& exchange, const Communicator& comm) {
   const std::int64_t bytes = exchange.bytes;
   for_each_peer(comm,
                 [&](int r) { exchange.sends.push_back({data_of(exchange.from) + r * bytes, bytes, r}); });
-  exchange.wire_bytes = bytes * (comm.size() - 1);
 }
 
 void plan_all_to_all(Exchange& exchange, const Communicator& comm) {
@@ -118,7 +116,6 @@ void plan_uneven(Exchange& exchange, const Communicator& comm, const Call& call)
     } else {
       exchange.sends.push_back({from, sent, r});
       exchange.receives.push_back({to, received, r});
-      exchange.wire_bytes += sent;
     }
     from += sent;
     to += received;
@@ -137,7 +134,6 @@ void plan_small_all_reduce(Exchange& exchange, const Communicator& comm, const C
   char* const data = data_of(exchange.to);
   exchange.sends.push_back({data, exchange.bytes});
   reduce_with_peers(exchange, comm, call, data, data, exchange.to.numel());
-  exchange.wire_bytes = exchange.bytes * (comm.size() - 1);
 }
 
 // Each slice is reduced on its own rank, then the slices are gathered.
@@ -154,7 +150,6 @@ void plan_large_all_reduce(Exchange& exchange, const Communicator& comm, const C
     exchange.receives.push_back({data, slice.numel * element, r, 1});
   });
   exchange.sends.push_back({own_data, own.numel * element, Piece::kEveryPeer, 1});
-  exchange.wire_bytes = (numel - own.numel + own.numel * (comm.size() - 1)) * element;
 }
 
 void plan_reduce(Exchange& exchange, const Communicator& comm, const Call& call) {
@@ -164,7 +159,6 @@ void plan_reduce(Exchange& exchange, const Communicator& comm, const Call& call)
     return;
   }
   exchange.sends.push_back({data, exchange.bytes, call.peer});
-  exchange.wire_bytes = exchange.bytes;
   exchange.publish = nullptr;
 }
 
@@ -172,7 +166,6 @@ void plan_broadcast(Exchange& exchange, const Communicator& comm, const Call& ca
   char* const data = data_of(exchange.to);
   if (comm.rank() == call.peer) {
     exchange.sends.push_back({data, exchange.bytes});
-    exchange.wire_bytes = exchange.bytes * (comm.size() - 1);
     exchange.publish = nullptr;
   } else {
     exchange.receives.push_back({data, exchange.bytes, call.peer});
@@ -184,7 +177,6 @@ void plan_message(Exchange& exchange, const Call& call) {
   exchange.message_peer = call.peer;
   if (call.op == Op::kSend) {
     exchange.sends.push_back({data_of(exchange.from), exchange.bytes, call.peer});
-    exchange.wire_bytes = exchange.bytes;
   } else {
     exchange.receives.push_back({data_of(exchange.to), exchange.bytes, call.peer});
   }
@@ -194,7 +186,6 @@ void plan_barrier(Exchange& exchange, const Communicator& comm) {
   exchange.from = at::zeros({1}, at::TensorOptions().dtype(at::kByte));
   exchange.sends.push_back({data_of(exchange.from), 1});
   static_cast<void>(receive_from_peers(exchange, comm, 1));
-  exchange.wire_bytes = comm.size() - 1;
 }
 
 // The tensors on the host: what is sent, and where the result goes before it is published.
@@ -277,17 +268,23 @@ Exchange ExchangeCommunicator::exchange_of(const Call& call) const {
 }
 
 WorkPtr ExchangeCommunicator::carry_out(Exchange exchange) {
-  const auto own = exchange.own;
-  const char* const op = exchange.op;
-  const std::int64_t wire_bytes = exchange.wire_bytes;
+  const auto& own = exchange.own;
   // Before it is submitted: then any thread that waits may carry it on, and share the slice with others.
   if (own.to != own.from && own.bytes > 0) {
     std::memcpy(own.to, own.from, static_cast<std::size_t>(own.bytes));
     count_copied(own.bytes);
   }
-  WorkPtr work = submit(std::move(exchange));
-  traffic_.add(op, wire_bytes);
-  return work;
+  return submit(std::move(exchange));
+}
+
+std::int64_t ExchangeCommunicator::wire_bytes(const Call& call) const {
+  if (call.op != Op::kAllReduce) {
+    return Transport::wire_bytes(call);
+  }
+  const std::int64_t bytes = bytes_of(call.input), others = size() - 1;
+  const std::int64_t own = slice_of(call.input.numel(), size(), rank()).numel *
+                           static_cast<std::int64_t>(call.input.element_size());
+  return bytes <= kSmallAllReduceBytes ? bytes * others : bytes - own + own * others;
 }
 
 }  // namespace bmtrain

@@ -20,8 +20,9 @@ class ExchangeCommunicator : public Transport {
   [[nodiscard]] WorkPtr perform(const Call& call) override { return carry_out(exchange_of(call)); }
   /// The exchange that the operation consists of, not yet started.
   [[nodiscard]] Exchange exchange_of(const Call& call) const;
-  /// Copies this rank's own slice, starts the exchange, counts.
+  /// Copies this rank's own slice and starts the exchange.
   [[nodiscard]] WorkPtr carry_out(Exchange exchange);
+  [[nodiscard]] std::int64_t wire_bytes(const Call& call) const override;
 
   /// Numbers the exchange and starts it.
   [[nodiscard]] virtual WorkPtr submit(Exchange exchange) = 0;

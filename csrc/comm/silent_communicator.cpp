@@ -28,7 +28,6 @@ WorkPtr SilentCommunicator::perform(const Call& call) {
     *call.slices = std::make_shared<OwnSlice>();
     (*call.slices)->by_rank.push_back(data_of(call.input) + rank() * bytes);
   }
-  traffic_.add(name_of(call.op), 0);
   return std::make_shared<DoneWork>();
 }
 

@@ -31,6 +31,7 @@ class SilentCommunicator final : public Transport {
 
  protected:
   [[nodiscard]] WorkPtr perform(const Call& call) override;
+  [[nodiscard]] std::int64_t wire_bytes(const Call& /*call*/) const override { return 0; }
 
  private:
   const std::shared_ptr<Communicator> replaced_;

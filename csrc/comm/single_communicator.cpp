@@ -23,14 +23,12 @@ void copy_into(const at::Tensor& output, const at::Tensor& input) {
 SingleCommunicator::SingleCommunicator(std::string name) : Transport(0, 1, std::move(name)) {}
 
 WorkPtr SingleCommunicator::perform(const Call& call) {
-  const char* const op = name_of(call.op);
   at::Tensor message;
   {
     const Lock lock(mutex_);
     if (!standing_.is_open()) {
-      standing_.refuse(describe(*this, op));
+      standing_.refuse(describe(*this, name_of(call.op)));
     }
-    traffic_.add(op, 0);
     if (call.op == Op::kSend) {
       mailbox_.push_back(call.input.detach().clone());
     } else if (call.op == Op::kRecv) {

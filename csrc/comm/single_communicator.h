@@ -20,6 +20,7 @@ class SingleCommunicator final : public Transport {
 
  protected:
   [[nodiscard]] WorkPtr perform(const Call& call) override BMT_EXCLUDES(mutex_);
+  [[nodiscard]] std::int64_t wire_bytes(const Call& /*call*/) const override { return 0; }
 
  private:
   // The oldest message to itself. Raises CommunicationError when nothing was sent: with one rank nobody else

@@ -49,9 +49,12 @@ class Transport : public Communicator {
   void reset_traffic() override { traffic_.reset(); }
 
  protected:
-  /// The operation, whose arguments have been checked. Counts what it sends.
+  /// The operation, whose arguments have been checked.
   [[nodiscard]] virtual WorkPtr perform(const Call& call) = 0;
+  /// Bytes that this rank sends for it.
+  [[nodiscard]] virtual std::int64_t wire_bytes(const Call& call) const;
 
+ private:
   TrafficCounter traffic_;
 };
 

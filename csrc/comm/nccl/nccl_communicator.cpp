@@ -119,37 +119,6 @@ nccl::Type NcclCommunicator::type_of(const char* op, const at::Tensor& tensor) c
                    "; expected bool, uint8, int8, int32, int64, float16, bfloat16, float32 or float64"));
 }
 
-std::int64_t NcclCommunicator::wire_bytes(const Call& call) const {
-  const std::int64_t others = size() - 1;
-  switch (call.op) {
-    case Op::kAllGather:
-    case Op::kAllGatherInPlace:
-      return bytes_of(call.input) * others;
-    case Op::kAllToAll:
-    case Op::kAllToAllInPlace:
-      return bytes_of(call.input) / size() * others;
-    case Op::kAllToAllUneven:
-      return (call.input.numel() - call.counts->input[static_cast<std::size_t>(rank())]) *
-             static_cast<std::int64_t>(call.input.element_size());
-    case Op::kReduceScatter:
-    case Op::kRingReduceScatter:
-      return bytes_of(call.output) * others;
-    case Op::kAllReduce:
-      return 2 * bytes_of(call.input) * others / size();
-    case Op::kReduce:
-      return rank() == call.peer ? 0 : bytes_of(call.input);
-    case Op::kBroadcast:
-      return rank() == call.peer ? bytes_of(call.input) * others : 0;
-    case Op::kSend:
-      return bytes_of(call.input);
-    case Op::kRecv:
-      return 0;
-    case Op::kBarrier:
-      return others;
-  }
-  return 0;
-}
-
 WorkPtr NcclCommunicator::submit(const Call& call, std::vector<at::Tensor> tensors,
                                  std::vector<NcclLink::Issue> groups, std::function<void()> after) {
   const char* const op = name_of(call.op);
@@ -161,7 +130,6 @@ WorkPtr NcclCommunicator::submit(const Call& call, std::vector<at::Tensor> tenso
   const auto bytes = call.op == Op::kBarrier ? 1 : bytes_of(tensors.front());
   auto operation =
       link_->submit(op, call.label, bytes, std::move(tensors), std::move(groups), std::move(after));
-  traffic_.add(op, wire_bytes(call));
   return std::make_shared<NcclWork>(link_, std::move(operation), call.op == Op::kBarrier);
 }
 

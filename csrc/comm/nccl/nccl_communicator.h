@@ -67,8 +67,6 @@ class NcclCommunicator final : public Transport {
   // One for each group of NCCL's. Without `counts` the slices have equal sizes.
   [[nodiscard]] std::vector<NcclLink::Issue> exchange(const at::Tensor& output, const at::Tensor& input,
                                                       const SliceCounts* counts = nullptr) const;
-  // Bytes that this rank sends for the operation.
-  [[nodiscard]] std::int64_t wire_bytes(const Call& call) const;
   [[nodiscard]] WorkPtr submit(const Call& call, std::vector<at::Tensor> tensors,
                                std::vector<NcclLink::Issue> groups, std::function<void()> after = {});
 

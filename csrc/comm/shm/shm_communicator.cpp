@@ -79,14 +79,12 @@ WorkPtr ShmCommunicator::perform(const Call& call) {
 WorkPtr ShmCommunicator::submit(Exchange exchange) {
   const auto operation = std::make_shared<ShmOperation>();
   static_cast<Exchange&>(*operation) = std::move(exchange);
-  link_->post(operation);
-  return std::make_shared<ShmWork>(link_, operation);
+  return post(operation);
 }
 
-WorkPtr ShmCommunicator::start_in_place(ShmOperationPtr operation) {
+WorkPtr ShmCommunicator::post(const ShmOperationPtr& operation) {
   link_->post(operation);
-  traffic_.add(operation->op, operation->bytes * (size() - 1));
-  return std::make_shared<ShmWork>(link_, std::move(operation));
+  return std::make_shared<ShmWork>(link_, operation);
 }
 
 WorkPtr ShmCommunicator::gather_in_place(const Call& call) {
@@ -109,7 +107,7 @@ WorkPtr ShmCommunicator::gather_in_place(const Call& call) {
   for (int r = 0; r < size(); ++r) {
     if (r != rank()) operation->receives.push_back({nullptr, operation->bytes, r});
   }
-  return start_in_place(operation);
+  return post(operation);
 }
 
 WorkPtr ShmCommunicator::exchange_in_place(const Call& call) {
@@ -128,7 +126,7 @@ WorkPtr ShmCommunicator::exchange_in_place(const Call& call) {
     operation->sends.push_back({data_of(input) + r * bytes, bytes, r});
     operation->receives.push_back({nullptr, bytes, r});
   }
-  return start_in_place(operation);
+  return post(operation);
 }
 
 }  // namespace bmtrain

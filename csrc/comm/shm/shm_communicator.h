@@ -47,8 +47,7 @@ class ShmCommunicator final : public ExchangeCommunicator {
  private:
   [[nodiscard]] WorkPtr gather_in_place(const Call& call);
   [[nodiscard]] WorkPtr exchange_in_place(const Call& call);
-  // Starts an operation in place, which sends as many bytes as the plain one.
-  [[nodiscard]] WorkPtr start_in_place(ShmOperationPtr operation);
+  [[nodiscard]] WorkPtr post(const ShmOperationPtr& operation);
 
   // Shared with the works, which may outlive the communicator.
   const std::shared_ptr<ShmLink> link_;
