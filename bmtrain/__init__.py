@@ -38,8 +38,8 @@ except ImportError as error:
     raise
 
 from . import block_layer, global_var, layer, param_init, parameter, utils
-from ._engine.default_policy import default_policy
 from ._engine.policy import BlockPolicy, Recompute
+from ._model.block_build import default_policy
 from ._version import __version__
 from .block_layer import Block, TransformerBlockList
 from .checkpointing import checkpoint

@@ -27,9 +27,9 @@ from torch.nn.utils import parametrize
 from .._base.tensors import take_views_again, with_shared_bases
 from .._base.tree import detached, distinct, has_containers, replace_arguments, replace_tensors, tensors_of
 from .._C import GraphRoots, attach_island, find_older_node, next_node_number, write_products_in_place
-from .._shards.grad_readers import CALL, refuse_hidden
 from .block_state import BlockState
 from .engine import Engine
+from .hidden_inputs import CALL, refuse_hidden
 from .host_activations import HostActivations
 from .phase import Phase
 from .run_state import ModuleState

@@ -12,9 +12,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from .._base.tree import detached, tensors_of
 from .._C import GraphRoots
-from .._shards.grad_readers import is_used_for
 from .block_state import unreturned_tensor_error
 from .call import BlockCall, Graph, Part, Run
+from .hidden_inputs import is_used_for
 
 
 class HookedResults(Part):

@@ -1,4 +1,4 @@
-"""Preparation and checks of a module before a Block is built around it."""
+"""Preparation and checks of a module before a Block is built around it, and the policy of Blocks built without one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,42 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._engine.engine import current_engine
+from .._engine.policy import BlockPolicy
 from .._shards.block_ref import GREW, OWNER, BlockRef
 from .._shards.sharding import ShardSpec
 from .._shards.stage import StagedShardSpec
+from ..global_var import context
 from ..parameter import DistributedParameter
 from .state_dict import install_hooks_below
 
 if TYPE_CHECKING:
     from .._ranks.context import Group
+
+
+@contextmanager
+def default_policy(policy: BlockPolicy) -> Iterator[None]:
+    """Context manager that sets the policy of Blocks built in it; their own arguments take precedence.
+
+    Args:
+        policy: for Blocks built without ``policy``, ``zero_level`` and ``use_checkpoint``.
+
+    Raises:
+        RuntimeError: before :func:`bmtrain.init_distributed`.
+        TypeError: ``policy`` is not a :class:`BlockPolicy`.
+
+    Example:
+        >>> with bmtrain.default_policy(bmtrain.BlockPolicy(level=2)):
+        ...     model = bmtrain.BMTrainModelWrapper(torch.nn.ModuleList([torch.nn.Linear(2, 2)]))
+    """
+    if not isinstance(policy, BlockPolicy):
+        raise TypeError(f"policy: expected a BlockPolicy, got {policy!r:.80} ({type(policy).__name__})")
+    engine = current_engine(context())
+    before, engine.default_policy = engine.default_policy, policy
+    try:
+        yield
+    finally:
+        engine.default_policy = before
 
 
 def dissolve_inner_blocks(module: torch.nn.Module, block_class: type) -> torch.nn.Module:

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from .._engine.default_policy import default_policy
 from .._engine.engine import current_engine
 from .._engine.policy import BlockPolicy
+from .._model.block_build import default_policy
 from .._tools.table import print_table
 from ..block_layer import Block, TransformerBlockList
 from ..distributed import checkpoint

@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 
 from .._base.build import load_extension
-from .._engine.default_policy import default_policy
 from .._engine.policy import BlockPolicy, Recompute
+from .._model.block_build import default_policy
 from .._ranks import context
 from .._tools.table import print_table
 from ..global_var import rank, world_size

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from .._engine.default_policy import default_policy
 from .._engine.engine import current_engine
 from .._engine.policy import BlockPolicy, Recompute
+from .._model.block_build import default_policy
 from ..distributed import broadcast
 from ..global_var import config, context
 from ..layer import DistributedModule

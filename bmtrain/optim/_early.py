@@ -18,10 +18,21 @@ import torch
 
 from .._C import lead_graphs_to
 from .._engine.engine import current_engine
-from ..global_var import context
+from ..global_var import config, context
 
 if TYPE_CHECKING:
     from .._engine.block_state import BlockState
+
+
+def refuse_early_steps(with_loss_scale: bool) -> None:
+    """Raises ValueError where something needs all gradients before the first update."""
+    if with_loss_scale:
+        raise ValueError(
+            "step_in_backward: expected no loss scale, whose overflow must be known before the first update; train in "
+            "bfloat16 or float32, or leave one of them out"
+        )
+    if config.get("pipe_enabled", False):
+        raise ValueError("step_in_backward: expected no pipeline, whose stages send their gradients at once")
 
 
 class EarlySteps:

@@ -243,6 +243,16 @@ def first_overflow(parameters: Sequence[Tensor]) -> int:
     return int(_all_reduce(number, ReduceOp.MIN, "gradient overflow").item())
 
 
+def name_in_groups(groups: list[dict[str, Any]], index: int) -> str:
+    """Returns a parameter's position in the optimizers, with its name if they were given names."""
+    names: dict[int, str] = {}
+    for group in groups:
+        for p, name in zip(group["params"], group.get("param_names", ()), strict=False):
+            names[id(p)] = f" ({name})"
+    parameters = list(parameters_of(groups))
+    return f"parameter {index} of {len(parameters)}{names.get(id(parameters[index]), '')}"
+
+
 def multiply_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
     """Multiplies all gradients in place; 16-bit gradients are rounded once, ``factor`` is not rounded.
 

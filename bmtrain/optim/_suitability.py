@@ -31,6 +31,21 @@ _OF_SHAPES = frozenset({"dim", "ndim", "matmul", "mm", "qr", "svd"})
 _OF_ALL_ELEMENTS = frozenset({"cosine_similarity", "dot", "mean", "norm", "std", "sum", "var", "vector_norm"})
 
 
+def require_steppable(optimizer: Any, lr_scheduler: Any) -> None:
+    """Raises TypeError unless the optimizer, and the scheduler if there is one, can step without a number."""
+    if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "step")):
+        raise TypeError(
+            f"optimizer: expected one with step() and param_groups, got {type(optimizer).__name__}"
+        )
+    if lr_scheduler is not None and not hasattr(lr_scheduler, "step"):
+        raise TypeError(f"lr_scheduler: expected one with step(), or None, got {type(lr_scheduler).__name__}")
+    if getattr(type(lr_scheduler), "step", None) is torch.optim.lr_scheduler.ReduceLROnPlateau.step:
+        raise TypeError(
+            "lr_scheduler: ReduceLROnPlateau.step() needs a number, which step() of the manager does not have; "
+            "leave it out, and step it yourself with the same number on all ranks, such as sum_loss() gives"
+        )
+
+
 def adopt_optimizer(optimizer: Any) -> None:
     """Lets an optimizer of torch over shards load states of whole parameters, and mark its own.
 

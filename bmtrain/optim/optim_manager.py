@@ -18,15 +18,16 @@ from .._model.notes import name_unreturned
 from .._ranks import context as _context
 from .._ranks.survival import Survival
 from ..accumulate import no_sync
-from ..global_var import config, context, num_losses, rank
+from ..global_var import context, num_losses, rank
 from ..virtual import check_no_loop
-from ._early import EarlySteps
+from ._early import EarlySteps, refuse_early_steps
 from ._grad_stats import (
     check_overflow,
     first_overflow,
     forget_unsent,
     grad_rescale,
     keep_unsent,
+    name_in_groups,
     parameters_of,
 )
 from ._loss_watch import LossWatch
@@ -34,6 +35,7 @@ from ._options_watch import OptionsWatch
 from ._state import load_optimizer_state, optimizer_state
 from ._suitability import (
     adopt_optimizer,
+    require_steppable,
     warn_of_likely_mistakes,
     warn_of_uninitialised,
     warn_of_unsent_gradients,
@@ -111,7 +113,7 @@ class OptimManager:
                 f"expected 0 < min_loss_scale <= max_loss_scale, got {min_loss_scale} and {max_loss_scale}"
             )
         if step_in_backward:
-            _refuse_early_steps(has_scale)
+            refuse_early_steps(has_scale)
         self._early = EarlySteps() if step_in_backward else None
         self.loss_scale: float = 1 if loss_scale is None else loss_scale
         self.loss_scale_enabled = has_scale
@@ -165,19 +167,7 @@ class OptimManager:
             >>> schedule = bmtrain.lr_scheduler.NoDecay(optimizer, start_lr=1e-3, warmup_iter=100, end_iter=-1)
             >>> bmtrain.optim.OptimManager().add_optimizer(optimizer, schedule)
         """
-        if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "step")):
-            raise TypeError(
-                f"optimizer: expected one with step() and param_groups, got {type(optimizer).__name__}"
-            )
-        if lr_scheduler is not None and not hasattr(lr_scheduler, "step"):
-            raise TypeError(
-                f"lr_scheduler: expected one with step(), or None, got {type(lr_scheduler).__name__}"
-            )
-        if getattr(type(lr_scheduler), "step", None) is torch.optim.lr_scheduler.ReduceLROnPlateau.step:
-            raise TypeError(
-                "lr_scheduler: ReduceLROnPlateau.step() needs a number, which step() of the manager does not have; "
-                "leave it out, and step it yourself with the same number on all ranks, such as sum_loss() gives"
-            )
+        require_steppable(optimizer, lr_scheduler)
         if any(optimizer is known for known in self.optimizers):
             raise ValueError("optimizer: this one has been added before, and would step twice in each step()")
         adopt_optimizer(optimizer)
@@ -357,7 +347,7 @@ class OptimManager:
         culprit = first_overflow(list(parameters_of(groups)))
         if rank() == 0:
             print(
-                f"Gradient overflow in {_parameter_name(groups, culprit)}: step skipped, "
+                f"Gradient overflow in {name_in_groups(groups, culprit)}: step skipped, "
                 f"loss scale {old:.10g} -> {self.loss_scale:.10g}",
                 flush=True,
             )
@@ -427,7 +417,7 @@ class OptimManager:
     def _check_resumable(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError if ``state`` does not fit."""
         if self._early is not None:
-            _refuse_early_steps(state["loss_scale_enabled"])
+            refuse_early_steps(state["loss_scale_enabled"])
 
     def _resume(self, state: Mapping[str, Any]) -> None:
         """Restores the numbers of a saved state, at the first backward of a step; optimizers stay unchanged."""
@@ -449,23 +439,3 @@ def _number_of_scale(name: str, value: float | None, default: float, has_scale: 
         return default
     require_number(name, value)
     return value  # type: ignore[return-value]
-
-
-def _refuse_early_steps(with_loss_scale: bool) -> None:
-    if with_loss_scale:
-        raise ValueError(
-            "step_in_backward: expected no loss scale, whose overflow must be known before the first update; train in "
-            "bfloat16 or float32, or leave one of them out"
-        )
-    if config.get("pipe_enabled", False):
-        raise ValueError("step_in_backward: expected no pipeline, whose stages send their gradients at once")
-
-
-def _parameter_name(groups: list[dict[str, Any]], index: int) -> str:
-    """Returns a parameter's position in the optimizers, with its name if they were given names."""
-    names: dict[int, str] = {}
-    for group in groups:
-        for p, name in zip(group["params"], group.get("param_names", ()), strict=False):
-            names[id(p)] = f" ({name})"
-    parameters = list(parameters_of(groups))
-    return f"parameter {index} of {len(parameters)}{names.get(id(parameters[index]), '')}"
