@@ -20,7 +20,7 @@ PYTHON = {
     "ranks": ("_ranks global_var nccl synchronize utils", 4226),
     "shards": ("_shards parameter", 2071),
     "engine": ("_engine", 8813),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5753),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5761),
     "files": ("_files dcp distributed store weights", 4665),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_306),
     "survive": ("_survive survive", 2762),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .notes import REMEDY
+from .notes import remedy_of_keys
 from .state_dict import misfit
 
 _SHOWN = 8  # keys of each kind in an error
@@ -35,10 +35,10 @@ def check_model_state(
                 problems.append(f"{kind} key(s) in state_dict: {listed}. ")
     both = [(key, own[key]) for key in own if key in given and isinstance(own[key], torch.Tensor)]
     problems += _first([problem for key, target in both if (problem := _problem(key, target, given[key]))])
-    if any("key(s) in" in problem for problem in problems):
-        problems.append(f"{REMEDY}.")
+    listed = "\n\t".join(problems)
+    if "key(s) in" in listed:
+        listed += f"\n\t{remedy_of_keys(listed)}."
     if problems:
-        listed = "\n\t".join(problems)
         raise RuntimeError(f"Error(s) in loading state_dict for {model.__class__.__name__}:\n\t{listed}")
 
 

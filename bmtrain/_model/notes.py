@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from types import TracebackType
 from typing import Any
 
@@ -13,9 +14,8 @@ from .._base.tensors import nodes_of
 from .._engine.block_state import unreturned_tensor_error
 from ..errors import BMTrainError
 
-#: For keys that are missing or unexpected on purpose.
-REMEDY = "strict=False loads the keys that match, and returns the missing and the unexpected ones"
-
+#: The first missing key, which has a prefix among the unexpected ones.
+_PREFIXED = re.compile(r'Missing key[^"]*"([^"]+)"[\s\S]*Unexpected key[^"]*"(module|_orig_mod)\.\1"')
 _ENGINE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "_engine")
 
 
@@ -66,10 +66,18 @@ def _is_engine(trace: TracebackType) -> bool:
     return os.path.dirname(trace.tb_frame.f_code.co_filename) == _ENGINE
 
 
+def remedy_of_keys(problems: str) -> str:
+    """Returns the remedy for keys that are missing or unexpected."""
+    if found := _PREFIXED.search(problems):
+        remove = f"torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, '{found[2]}.')"
+        return f"the keys have the prefix of DistributedDataParallel or torch.compile: remove it by {remove}"
+    return "strict=False loads the keys that match, and returns the missing and the unexpected ones"
+
+
 def name_strict(error: RuntimeError) -> None:
-    """Adds a remedy for keys that are missing or unexpected on purpose."""
+    """Adds a remedy for keys that are missing or unexpected."""
     if "key(s) in state_dict" in str(error):
-        _add(error, REMEDY, unless="strict=False")
+        _add(error, remedy_of_keys(str(error)), unless="the keys")
 
 
 def name_unreturned(error: BaseException, loss: torch.Tensor) -> None:

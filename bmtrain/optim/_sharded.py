@@ -76,7 +76,7 @@ class ShardedOptimizer(StatefulOptimizer):
         self._formula.check(defaults)
         if not isinstance(params, Iterable):
             raise TypeError(
-                f"params: expected parameters or group dicts, got {params!r:.80} ({type(params).__name__})"
+                f"params: expected parameters or group dicts, as of model.parameters(), got {type(params).__name__}"
             )
         super().__init__(params, defaults)
 

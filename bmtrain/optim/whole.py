@@ -60,7 +60,7 @@ def whole_matrix(cls: type[torch.optim.Optimizer], params: Iterable[Any], **opti
         raise TypeError(f"cls: expected a subclass of torch.optim.Optimizer, got {cls!r:.80}")
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         raise TypeError(
-            f"params: expected parameters or group dicts, got {params!r:.80} ({type(params).__name__})"
+            f"params: expected parameters or group dicts, as of model.parameters(), got {type(params).__name__}"
         )
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

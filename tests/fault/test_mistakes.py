@@ -100,6 +100,16 @@ def missing_key_in_a_file() -> None:
     bmt.load(linear(), name)
 
 
+def keys_of_ddp() -> None:
+    linear().load_state_dict({"module.weight": torch.ones(4, 4), "module.bias": torch.ones(4)})
+
+
+def keys_of_compile_in_a_file() -> None:
+    name = f"compiled-{bmt.rank()}.pt"
+    torch.save(torch.compile(torch.nn.Linear(4, 4)).state_dict(), name)
+    bmt.load(linear(), name)
+
+
 def file_of_another_model() -> None:
     if bmt.rank() == 0:
         torch.save({f"h.{i}.weight": torch.ones(4, 4) for i in range(50)}, "other.pt")
@@ -281,6 +291,8 @@ RECOVERABLE = [
     Mistake(6, plain_parameter, r"1 of its 3 parameters are plain ones", on_rank_0_only=True),
     Mistake(7, state_of_other_ranks, r"layout"),
     Mistake(8, missing_key, r'Missing key.*"bias"[\s\S]*strict=False'),
+    Mistake(8, keys_of_ddp, r"remove it by torch\.\S+if_present\(state, 'module\.'\)"),
+    Mistake(8, keys_of_compile_in_a_file, r"remove it by torch\.\S+if_present\(state, '_orig_mod\.'\)"),
     Mistake(8, missing_key_in_a_file, r'Missing key.*"bias"[\s\S]*strict=False'),
     Mistake(
         8, file_of_another_model, r'\A(?![\s\S]*direct cause)[\s\S]*"h\.7\.weight", and 42 more\. \n'
