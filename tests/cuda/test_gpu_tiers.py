@@ -54,13 +54,14 @@ def trained(places: list[str], dtype: torch.dtype, options: dict[str, Any]) -> l
     accumulate, drops = options.pop("accumulate", 1), options.pop("set_to_none", False)
     kind, scale = options.pop("optimizer", bmt.optim.AdamOptimizer), options.pop("loss_scale", None)
     frozen, moves = options.pop("frozen", ()), options.pop("moves", False)
+    in_backward = options.pop("step_in_backward", False)
     model = build(dtype, places, **options)
     if moves:  # as scripts do, which keeps shards where they are
         model.to(bmt.config["device"])
     for number in frozen:
         model[number].requires_grad_(False)
     optimizer = kind(model.parameters(), lr=1e-2)
-    manager = bmt.optim.OptimManager(loss_scale=scale, accumulate=accumulate)
+    manager = bmt.optim.OptimManager(loss_scale=scale, accumulate=accumulate, step_in_backward=in_backward)
     manager.add_optimizer(optimizer)
     generator = torch.Generator().manual_seed(bmt.rank())
     found = []
@@ -71,14 +72,17 @@ def trained(places: list[str], dtype: torch.dtype, options: dict[str, Any]) -> l
             loss = model(x).float().square().mean()
             manager.backward(loss)
             found.append(loss.detach().cpu())
-        found.append(manager.clip_grad_norm(optimizer.param_groups, max_norm=0.05).cpu())
+        if not in_backward:
+            found.append(manager.clip_grad_norm(optimizer.param_groups, max_norm=0.05).cpu())
         manager.step()
     with torch.no_grad():
         found.append(model(torch.ones(2, WIDTH, device=bmt.config["device"], dtype=dtype)).cpu())
     for place, block in zip(places, model, strict=True):
         for p in block.parameters():
             assert p.device.type == ("cuda" if place == "device" else "cpu")
-            assert p.grad is None or p.grad.device == p.device
+            assert (
+                in_backward or p.grad is None or p.grad.device == p.device
+            )  # it has consumed those on drives
     found += [value.cpu() for value in model.state_dict().values()]
     for state in optimizer.state_dict(gather=True)["state"].values():
         found += [value.cpu() for value in state.values() if isinstance(value, Tensor)]
@@ -104,6 +108,8 @@ RUNS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "frozen Blocks": (torch.bfloat16, {"frozen": (0, 2)}),
     "offloaded": (torch.bfloat16, {"optimizer": bmt.optim.AdamOffloadOptimizer}),
     "moved": (torch.bfloat16, {"moves": True}),
+    "updates in the backward": (torch.bfloat16, {"step_in_backward": True}),
+    "updates in the backward, frozen Blocks": (torch.bfloat16, {"step_in_backward": True, "frozen": (0, 2)}),
 }
 
 
@@ -121,6 +127,16 @@ def test_no_bit_changes(name: str, world: int) -> None:
                 assert torch.equal(one, other)
 
 
+#: Runs whose ways with gradients and messages do not depend on drives.
+WITHOUT_DRIVES = (
+    "fp16 with a loss scale",
+    "sent by each backward",
+    "bf16 copies",
+    "narrow messages",
+    "moved",
+)
+
+
 @pytest.fixture(scope="module")
 def drive(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The same for all tests, whose ranks are then the same too."""
@@ -128,7 +144,7 @@ def drive(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", ["fp32", "bf16", "accumulation", "level 2", "frozen Blocks", "offloaded"])
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in WITHOUT_DRIVES])
 def test_no_bit_changes_with_drives(name: str, world: int, drive: str) -> None:
     dtype, options = RUNS[name]
     where = {"cuda": True, "environment": {"BMTRAIN_BACKEND": "gloo"} if world > 1 else {}}

@@ -604,7 +604,9 @@ def converted(conversion: str, places: dict[str, str], num_layers: int) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for (name, value), expected in zip(layers.state_dict().items(), model.state_dict().values(), strict=True):
+    for (name, value), expected in zip(
+        layers.state_dict().items(), model.cpu().state_dict().values(), strict=True
+    ):
         assert value.dtype == expected.dtype
         torch.testing.assert_close(value, expected, rtol=2e-2, atol=2e-2, msg=name)
 
