@@ -402,6 +402,26 @@ def count_memory_and_bytes(
     return results
 
 
+def most_in_a_backward(num_layers: int) -> int:
+    """Returns the most bytes of parameters and gradients in memory between the blocks of a backward."""
+    with bmt.default_policy(bmt.BlockPolicy(**ALL)):
+        blocks = [bmt.Block(bmt.nn.Linear(600, 600, bias=False)) for _ in range(num_layers)]
+    bmt.init_parameters(torch.nn.ModuleList(blocks))
+    pool, seen = current_engine(context()).tier.pool, []
+    for _ in range(2):
+        x = torch.ones(1, 600, requires_grad=True)
+        for block in blocks:
+            x = block(x)
+            x.register_hook(lambda _: seen.append(pool.stats()["bytes_in_use"]))
+        x.sum().backward()
+    return max(seen)
+
+
+def test_gradients_leave_memory_in_the_backward(tmp_path: Path) -> None:
+    few, many = (run_ranks(1, most_in_a_backward, number, init=tiers(tmp_path)) for number in (6, 12))
+    assert few == many
+
+
 @pytest.mark.parametrize(("kind", "moments"), [("AdamOptimizer", 2), ("MuonOptimizer", 1)])
 @pytest.mark.parametrize("world", [1, 2])
 def test_memory_is_that_of_a_few_blocks_and_each_byte_passes_once(

@@ -402,6 +402,36 @@ def test_a_failure_of_the_last_update_is_raised_by_all(
     assert "Input/output error" in first
 
 
+def fail_in_backward(places: dict[str, Any]) -> str:
+    small_chunks()
+    model, optimizer = make("AdamOptimizer", torch.float32, places)
+    manager = bmt.optim.OptimManager(step_in_backward=True)
+    manager.add_optimizer(optimizer)
+    x = torch.randn(3, 40, generator=torch.Generator().manual_seed(bmt.rank()))
+    for step in range(2):
+        manager.zero_grad()
+        loss = model(x).square().mean()
+        optimizer._place.finish()
+        if step == 1 and bmt.rank() == 1:
+            _C.disturb_transfers(0, 0, -5)
+        try:
+            manager.backward(loss)  # in which a rank alone does not raise, as the others reduce gradients
+            if step == 0:
+                manager.step()
+                continue
+            with pytest.raises(bmt.errors.DiskError) as raised:
+                manager.step()
+        finally:
+            _C.disturb_transfers(0)
+    return str(raised.value)
+
+
+def test_a_failure_inside_backward_is_raised_by_all_in_the_step(tmp_path: Path) -> None:
+    first, second = run_ranks(2, fail_in_backward, STATE, init=tiers(tmp_path), fresh=True)
+    assert first == second
+    assert "Input/output error" in first
+
+
 def fail_to_compute(places: dict[str, Any]) -> list[str]:
     """Returns the errors of reads on this rank, of which one cannot compute its update."""
     model, optimizer, _ = built(places)
