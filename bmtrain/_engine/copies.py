@@ -111,8 +111,9 @@ def warn_of_lost_write(key: str, what: str, why: str) -> None:
         return
     warn_once(
         f"copies.{key}",
-        f"{what} is lost: {why} a gathered copy. Write in `with bmtrain.whole(module, write=True):`, or initialise by "
-        "init_method= and bmtrain.init_parameters()",
+        f"{what} is lost: {why} a gathered copy. Write in `with bmtrain.whole(module, write=True):`, around the call "
+        "if a forward writes (values from the first batch), or initialise by init_method= and "
+        "bmtrain.init_parameters()",
         stacklevel=3,
         category=UserWarning,
     )

@@ -100,7 +100,10 @@ def holding_whole(params: Iterable[DistributedParameter], *, write: bool) -> Ite
     runtimes = []
     for runtime in _runtimes_of(params):
         if runtime.is_bound:
-            raise RuntimeError(f"the parameters of {runtime.label} are full already: contexts do not nest")
+            raise RuntimeError(
+                f"the parameters of {runtime.label} are full already: contexts do not nest, and open around the call "
+                "of a Block rather than in its forward"
+            )
         members = runtime.reference.members if runtime.reference is not None else ()
         if given.issuperset(id(member()) for member in members):
             runtimes.append(runtime)

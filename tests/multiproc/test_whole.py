@@ -404,9 +404,59 @@ def warnings_of(act: Callable[[Any], None]) -> list[str]:
 def test_a_lost_write_is_told(write: Callable[[Any], None], name: str) -> None:
     first, second = run_ranks(2, warnings_of, write, fresh=True)
     assert (
-        len(first) == 1 and first[0].startswith(f"a write to {name} is lost") and "bmtrain.whole" in first[0]
+        len(first) == 1
+        and first[0].startswith(f"a write to {name} is lost")
+        and "around the call" in first[0]
     )
     assert second == []
+
+
+class ActNorm(torch.nn.Module):
+    """Sets its parameters from the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.log_scale = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
+        self.register_buffer("is_set", torch.tensor(False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_set:
+            with torch.no_grad():
+                self.shift.data.copy_(-x.mean(0))
+                self.log_scale.data = -x.std(0).log()
+            self.is_set.fill_(True)
+        return (x + self.shift) * self.log_scale.exp()
+
+
+class OpensInForward(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with bmt.whole(self, write=True):
+            return super().forward(x)
+
+
+def set_by_data() -> None:
+    x = torch.randn(7, 4) * 3 + 1
+    plain = torch.nn.Sequential(ActNorm(), torch.nn.Linear(4, 4), ActNorm())
+    for wrap in (lambda: copy.deepcopy(plain), lambda: torch.nn.ModuleList(copy.deepcopy(plain))):
+        model: Any = bmt.BMTrainModelWrapper(wrap())
+        with bmt.whole(model, write=True), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            y = x
+            for layer in model:
+                y = layer(y)
+        expected = copy.deepcopy(plain)
+        expected(x)
+        state = model.state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in expected.state_dict().items())
+        assert torch.allclose(y.std(0), torch.ones(4))
+    block = bmt.Block(bmt.BMTrainModelWrapper(OpensInForward(4, 4)))
+    with pytest.raises(RuntimeError, match="around the call of a Block rather than in its forward"):
+        block(x)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_parameters_may_be_set_from_the_first_batch(world: int) -> None:
+    run_ranks(world, set_by_data)
 
 
 def reads_only(model: Any) -> None:
