@@ -186,6 +186,9 @@ class DistributedParameter(ParameterWithGradient):
             self._data_version.note_replaced()
         TORCH_DATA.__set__(self, value)
 
+    #: The mark of compiled optimizer steps for tensors whose address stays: ignored, as a Block moves its parameters.
+    _dynamo_static_input_type = property(lambda _: None, lambda _, kind: None)
+
     def dim(self) -> int:
         """As a tensor's: 1 of a shard, of which a script that asks is warned."""
         number = super().dim()

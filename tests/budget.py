@@ -18,11 +18,11 @@ PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2543),
     "watch": ("_watch", 1953),
     "ranks": ("_ranks global_var nccl synchronize utils", 4226),
-    "shards": ("_shards parameter", 2071),
+    "shards": ("_shards parameter", 2074),
     "engine": ("_engine", 8817),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5761),
     "files": ("_files dcp distributed store weights", 4665),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_306),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_312),
     "survive": ("_survive survive", 2762),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_985),
 }

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import cache, partial, wraps
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.autograd import Variable
 from torch.nn.utils import parametrize
 
+from .._base.opaque import opaque
 from .._base.tensors import take_views_again, with_shared_bases
 from .._base.tree import detached, distinct, has_containers, replace_arguments, replace_tensors, tensors_of
 from .._C import GraphRoots, attach_island, find_older_node, next_node_number, write_products_in_place
@@ -229,7 +229,7 @@ class BlockCall:
     def backward(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Returns the gradients of the inputs; called by the node in the outer graph."""
         block, engine = self.block, self.engine
-        for_inputs = not Variable._execution_engine.is_checkpoint_valid()  # grad(), backward(inputs=)
+        for_inputs = not torch.autograd.Variable._execution_engine.is_checkpoint_valid()  # grad(), inputs=
         self._refuse_what_cannot_be_right(for_inputs)
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         known = zip(block.buffers, self.trains, strict=True)
@@ -281,7 +281,7 @@ class BlockCall:
                 ends, packed = roots or GraphRoots(outputs), any(part.packs_saved for part in self.parts)
                 found = write_products_in_place(ends, packed=packed, later=self.engine.later)
                 self.writes_in_place |= found > 0
-            Variable._execution_engine.run_backward(
+            torch.autograd.Variable._execution_engine.run_backward(
                 outputs, gradients, keep_graph, False, leaves, allow_unreachable=True, accumulate_grad=True
             )
         finally:
@@ -365,7 +365,7 @@ def refuse_partial_gradients() -> None:
     autograd: Any = torch.autograd
     plain = autograd._engine_run_backward  # which both call, by whatever names they were imported
 
-    @wraps(plain)
+    @opaque
     def run(outputs: Any, grads: Any, keep: Any, create: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         if inputs:
             refuse_hidden(outputs, inputs)

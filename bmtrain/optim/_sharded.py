@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._base.arguments import require_number
 from .._base.deprecate import warn_once
+from .._base.opaque import opaque
 from .._base.tensors import gradient_of
 from .._C import StepCheck
 from ..global_var import num_losses
@@ -120,6 +121,7 @@ class ShardedOptimizer(StatefulOptimizer):
     # ---- the step
 
     @torch.no_grad()
+    @opaque
     def step(self, closure: Callable[[], Any] | None = None, scale: float = _UNSET) -> Any:
         """Updates every parameter that has a gradient.
 
@@ -295,6 +297,7 @@ class ShardedOptimizer(StatefulOptimizer):
         else:
             self._create_state({p: ()})
 
+    @opaque
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Fills all gradients with zeros, or sets them to None; drops unsent gradients."""
         forget_unsent(parameters_of(self.param_groups))

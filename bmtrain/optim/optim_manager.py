@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._base.arguments import require_integer, require_keys, require_number, require_tensor
 from .._base.deprecate import warn_once
+from .._base.opaque import opaque
 from .._engine.engine import current_engine
 from .._model.notes import name_unreturned
 from .._ranks import context as _context
@@ -255,6 +256,7 @@ class OptimManager:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
 
+    @opaque
     def clip_grad_norm(
         self, param_groups: Iterable[Any], max_norm: float, norm_type: float | str = 2, eps: float = 1e-6
     ) -> Tensor:
@@ -288,6 +290,7 @@ class OptimManager:
         self._watch.see_norm(norm)
         return norm
 
+    @opaque
     def step(self) -> None:
         """Steps every optimizer and then its schedule, or skips all if a gradient overflowed.
 

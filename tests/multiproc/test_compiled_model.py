@@ -194,3 +194,42 @@ def compare_steps() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_compiled_optimizer_step_is_the_step(world_size: int) -> None:
     run_ranks(world_size, compare_steps)
+
+
+def compiled_steps(cls: Any, compiles: str) -> list[torch.Tensor]:
+    """Trains with the parts in ``compiles`` compiled: the model, the optimizer's step, or a step with all its calls."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    inner = bmtrain.Block(model_wrapper_dispatch(nn.Linear(4, 4)))
+    model = bmtrain.BMTrainModelWrapper(nn.Sequential(nn.Linear(4, 4), inner))
+    optimizer = cls(model.parameters(), lr=0.1)
+    manager = OptimManager()
+    manager.add_optimizer(optimizer)
+    call: Any = torch.compile(model, backend="eager") if "model" in compiles else model
+    step: Any = torch.compile(optimizer.step, backend="eager") if "optimizer" in compiles else manager.step
+
+    def whole_step(x: torch.Tensor) -> torch.Tensor:
+        manager.zero_grad()
+        loss = call(x).square().mean()
+        manager.backward(loss)
+        if cls is not torch.optim.SGD:
+            manager.clip_grad_norm(optimizer.param_groups, 0.5)
+        step()
+        return loss.detach()
+
+    run: Any = torch.compile(whole_step, backend="eager") if "all" in compiles else whole_step
+    losses = [run(torch.linspace(-1, 1, 8).view(2, 4) + bmtrain.rank()) for _ in range(2)]
+    return [*losses, *(full_value(p) for p in model.parameters())]
+
+
+def compare_whole_steps() -> None:
+    for cls, compiles in (
+        (torch.optim.SGD, "model and optimizer"),
+        (bmtrain.optim.SGDOffloadOptimizer, "all"),
+    ):
+        for x, y in zip(compiled_steps(cls, compiles), compiled_steps(cls, ""), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_steps_train_as_they_do_without() -> None:
+    run_ranks(2, compare_whole_steps, timeout=180)
