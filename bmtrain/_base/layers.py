@@ -41,9 +41,9 @@ def run_layers(
 
 
 def _hidden_states(result: Any, count: int, name: str) -> tuple[torch.Tensor, ...]:
-    results = result if isinstance(result, (tuple, list)) else (result,)
+    results = () if result is None else result if isinstance(result, (tuple, list)) else (result,)
     if len(results) < count:
-        raise ValueError(f"layer {name}: expected at least {count} results (num_hidden), got {len(results)}")
+        raise ValueError(f"layer {name}: expected {count} results or more (num_hidden), got {len(results)}")
     return tuple(results[:count])
 
 

@@ -110,6 +110,14 @@ def keys_of_compile_in_a_file() -> None:
     bmt.load(linear(), name)
 
 
+def layer_without_return() -> None:
+    class Layer(bmt.DistributedModule):
+        def forward(self, x: torch.Tensor) -> None:
+            del x
+
+    bmt.TransformerBlockList([bmt.Block(Layer()) for _ in range(2)])(torch.ones(2))
+
+
 def file_of_another_model() -> None:
     if bmt.rank() == 0:
         torch.save({f"h.{i}.weight": torch.ones(4, 4) for i in range(50)}, "other.pt")
@@ -291,6 +299,7 @@ RECOVERABLE = [
     Mistake(6, plain_parameter, r"1 of its 3 parameters are plain ones", on_rank_0_only=True),
     Mistake(7, state_of_other_ranks, r"layout"),
     Mistake(8, missing_key, r'Missing key.*"bias"[\s\S]*strict=False'),
+    Mistake(4, layer_without_return, r"layer 0: expected 1 results or more \(num_hidden\), got 0"),
     Mistake(8, keys_of_ddp, r"remove it by torch\.\S+if_present\(state, 'module\.'\)"),
     Mistake(8, keys_of_compile_in_a_file, r"remove it by torch\.\S+if_present\(state, '_orig_mod\.'\)"),
     Mistake(8, missing_key_in_a_file, r'Missing key.*"bias"[\s\S]*strict=False'),
