@@ -168,12 +168,16 @@ class Gradients:
         engine = self._engine
         if engine.observer is not None:
             engine.observer.reducing(block, buffers)
-        with engine.waiting(block.label, "reduce"):
-            if engine.tier is not None and self.destination.adds_to_shards:
-                block.prepare_reduce(buffers)
-            for buffer in buffers:
-                buffer.start_reduce()
-        self._complete_previous()
+        try:
+            with engine.waiting(block.label, "reduce"):
+                if engine.tier is not None and self.destination.adds_to_shards:
+                    block.prepare_reduce(buffers)
+                for buffer in buffers:
+                    buffer.start_reduce()
+            self._complete_previous()
+        except BaseException:
+            block.cancel_backward(buffers)  # nobody would complete it, and another backward could not begin
+            raise
         self._reductions.append((block, buffers))
         if not self._is_ending:
             self.call_at_end_of_backward()
@@ -183,34 +187,35 @@ class Gradients:
 
         The sum over replicas, which follows the sum over the ranks that share a block, overlaps with one more block.
         """
-        if not self._reductions:
-            return
-        latest = self._reductions.pop()
-        self.finish()
-        self._reductions.append(latest)
+        if len(self._reductions) > 1:
+            self.finish(but=1)
         continues = False
-        for buffer in latest[1]:
+        for buffer in self._reductions[-1][1] if self._reductions else ():
             continues |= buffer.continue_reduce()
         if not continues:
             self.finish()
 
-    def finish(self) -> None:
-        """Waits until every gradient sent has reached its shard."""
+    def finish(self, but: int = 0) -> None:
+        """Waits until every gradient sent has reached its shard, ``but`` for the gradients of so many latest blocks."""
         observer, destination = self._engine.observer, self.destination
-        while self._reductions:
+        while len(self._reductions) > but:
             block, buffers = self._reductions.pop(0)
-            if observer is not None:
-                observer.awaiting_reduction(buffers)
-            for buffer in buffers:
-                buffer.await_reduce()
-            if observer is not None:
-                observer.reduced(buffers)
-            for buffer in buffers:
-                buffer.finish_reduce(destination.tree_of(buffer))
-            for user in tuple(self.listeners):
-                user.reduced(block)
-            if self._engine.tier is not None and destination.adds_to_shards:
-                block.end_reduce(buffers)
+            try:
+                if observer is not None:
+                    observer.awaiting_reduction(buffers)
+                for buffer in buffers:
+                    buffer.await_reduce()
+                if observer is not None:
+                    observer.reduced(buffers)
+                for buffer in buffers:
+                    buffer.finish_reduce(destination.tree_of(buffer))
+                for user in tuple(self.listeners):
+                    user.reduced(block)
+                if self._engine.tier is not None and destination.adds_to_shards:
+                    block.end_reduce(buffers)
+            except BaseException:
+                block.cancel_backward(buffers)
+                raise
 
     # ---- parameters outside blocks
 

@@ -16,6 +16,7 @@ from harness import Status, rank_outcomes, run_ranks
 from harness.large_blocks import DIM, Layer, Small, inputs, model_of
 
 import bmtrain as bmt
+from bmtrain._engine.engine import current_engine
 from bmtrain.errors import CommunicationError
 from bmtrain.global_var import context
 
@@ -268,3 +269,34 @@ def test_sums_of_large_blocks_keep_the_dtype_and_reach_replicas(
     dtype: torch.dtype, world: int, zero_size: int
 ) -> None:
     run_ranks(world, large_gradients, dtype, zero_size)
+
+
+class Refusing:
+    """Raises when the gradients of a block have come, the one time that is given."""
+
+    def __init__(self, time: int) -> None:
+        self.left = time
+
+    def reduced(self, block: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise ValueError(f"no update of {block.label}")
+
+
+def trains_after_an_error(time: int, policy: dict[str, Any]) -> None:
+    model = model_of(3, policy=bmt.BlockPolicy(**policy))
+    gradients(model)
+    expected = gradients(model)
+    refusing = Refusing(time)
+    current_engine(context()).gradients.listeners.add(refusing)
+    with pytest.raises(ValueError, match="no update of"):
+        gradients(model)
+    assert gradients(model) == expected
+    assert refusing.left < 0
+
+
+@pytest.mark.parametrize("time", [1, 2, 3])
+@pytest.mark.parametrize(("world", "policy"), [(1, {}), (2, {"recompute": "off"}), (4, {"zero_size": 2})])
+def test_a_backward_follows_one_whose_update_failed(world: int, policy: dict[str, Any], time: int) -> None:
+    """As with step_in_backward: what other blocks had sent by then is dropped."""
+    run_ranks(world, trains_after_an_error, time, policy)
