@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from harness import Status, rank_outcomes, run_ranks
 
 import bmtrain as bmt
+from bmtrain._C import StepJournal
 from bmtrain._ranks.context import context
 from bmtrain._survive.copies import Ward
 from bmtrain._survive.memory_file import MemoryFile
@@ -243,3 +245,35 @@ def records_after_a_load() -> list[bool]:
 def test_updates_are_recorded_after_a_load() -> None:
     init = {"virtual_shards": 4, "survive": 1}
     assert run_ranks(2, records_after_a_load, init=init, fresh=True) == [[True] * 3] * 2
+
+
+@pytest.mark.parametrize("missing", [None, 1, 2, 3, 4, 5, 6])
+def test_an_update_is_complete_with_all_pieces_of_its_parameters(missing: int | None) -> None:
+    """A rank may die between two pieces of a parameter: the keeper of its copy completes all updates then."""
+    sizes, gate = (1, 5000, 2049), 7  # 1, 3 and 2 pieces
+    assert [StepJournal.num_pieces_of(size) for size in sizes] == [1, 3, 2]
+    first_pieces = (
+        1,
+        2,
+        5,
+    )  # the piece before them is of another optimizer's parameter, which was not updated
+    parameters = [
+        SimpleNamespace(
+            _number=10 + n,
+            _spec=SimpleNamespace(
+                part=lambda _, size=size: (0, size), group=SimpleNamespace(size=1), replicas=None
+            ),
+        )
+        for n, size in enumerate(sizes)
+    ]
+    journal = torch.full((8,), gate)
+    journal[1] = gate - 1
+    if missing is not None:
+        journal[1 + missing] = gate - 1
+    ward: Any = object.__new__(SharedWard)
+    ward.rank, ward._gate, ward._trained = 0, gate, parameters
+    ward._updates = [SimpleNamespace(number=0)]
+    ward._arrays = [(0, p, ()) for p in parameters]
+    ward._ward = SimpleNamespace(first_pieces=first_pieces)
+    expected = set() if missing is None else {(0, 10), (0, 11), (0, 12)}
+    assert ward._updates_left(journal.view(torch.uint8)) == expected
