@@ -80,9 +80,8 @@ def trained(places: list[str], dtype: torch.dtype, options: dict[str, Any]) -> l
     for place, block in zip(places, model, strict=True):
         for p in block.parameters():
             assert p.device.type == ("cuda" if place == "device" else "cpu")
-            assert (
-                in_backward or p.grad is None or p.grad.device == p.device
-            )  # it has consumed those on drives
+            # Updates inside the backward have consumed gradients on drives.
+            assert in_backward or p.grad is None or p.grad.device == p.device
     found += [value.cpu() for value in model.state_dict().values()]
     for state in optimizer.state_dict(gather=True)["state"].values():
         found += [value.cpu() for value in state.values() if isinstance(value, Tensor)]
