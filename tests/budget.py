@@ -19,7 +19,7 @@ PYTHON = {
     "watch": ("_watch", 1953),
     "ranks": ("_ranks global_var nccl synchronize utils", 4226),
     "shards": ("_shards parameter", 2074),
-    "engine": ("_engine", 8822),
+    "engine": ("_engine", 8837),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5761),
     "files": ("_files dcp distributed store weights", 4665),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_312),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import sys
 import weakref
@@ -129,8 +131,21 @@ def source_of(tensor: torch.Tensor) -> DistributedParameter | None:
     return None if source is None else source.parameter()
 
 
+@functools.cache
+def _own_names(kind: type) -> set[str]:
+    """Returns the attributes that the library gives parameters."""
+    return {name for each in kind.__mro__ for name in inspect.get_annotations(each)}
+
+
 class GatheredCopy(Alias):
     """A gathered parameter: a tensor that tracks reads of its ``.data``."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute that a script gave the parameter (``weight.no_decay = True``), as one of torch does."""
+        source = None if name.startswith("__") else source_of(self)
+        if source is None or name not in vars(source) or name in _own_names(type(source)):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return vars(source)[name]
 
     @property
     def data(self) -> torch.Tensor:

@@ -3,7 +3,9 @@ those of plain torch whatever the forward does."""
 
 from __future__ import annotations
 
+import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -406,3 +408,36 @@ def test_a_tensor_that_is_kept_for_a_later_step_is_told_once(where, world):
     first, *others = run_ranks(world, kept_for_a_later_step, where)
     assert list(map(len, first)) == ([0, 0, 0] if where == "nowhere" else [0, 1, 0])
     assert all(said == [[], [], []] for said in others)
+
+
+class Noting(torch.nn.Module):
+    """Reads what was noted on its parameters, as Megatron's and Mamba's layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.weight.factor, self.weight._no_reinit = 2.0, True  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert getattr(self.weight, "_no_reinit", False) and not hasattr(self.weight, "other")
+        return x * self.weight * self.weight.factor  # type: ignore[operator]
+
+
+def noted() -> None:
+    model: Any = bmt.BMTrainModelWrapper(Noting())
+    assert model(torch.ones(3)).tolist() == bmt.Block(model)(torch.ones(3)).tolist() == [2.0] * 3
+    model = bmt.BMTrainModelWrapper(Noting())
+    param = dict(model.named_parameters())["weight"]
+    param.later = "noted"
+    read = model.weight
+    read.sum().backward()
+    own = set(vars(param)) - {"factor", "_no_reinit", "later"}
+    assert (
+        (read.factor, read.later) == (2.0, "noted") and own and not any(hasattr(read, name) for name in own)
+    )
+    assert not hasattr(copy.deepcopy(read.detach() * 1), "factor")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_gathered_copy_has_what_was_noted_on_its_parameter(world: int) -> None:
+    run_ranks(world, noted)
