@@ -21,8 +21,8 @@ PYTHON = {
     "shards": ("_shards parameter", 2074),
     "engine": ("_engine", 8837),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5761),
-    "files": ("_files dcp distributed store weights", 4665),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_312),
+    "files": ("_files dcp distributed store weights", 4669),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_326),
     "survive": ("_survive survive", 2762),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_985),
 }

@@ -304,24 +304,38 @@ def _refuse_other_formula(optimizer: KeepsArrays, params: Sequence[Tensor], give
             )
 
 
+def check_names(optimizer: KeepsArrays, groups: Any, names: Mapping[Any, Sequence[str]]) -> None:
+    """Refuses, as :func:`read_state`, a state by its groups and the names of its arrays by parameter number."""
+    _read_groups(optimizer, groups)
+    for number, arrays in names.items():
+        _refuse_other_arrays(optimizer, numbered_parameters(optimizer)[int(number)], number, arrays)
+
+
+def _refuse_other_arrays(optimizer: KeepsArrays, p: Tensor, number: Any, arrays: Sequence[str]) -> None:
+    formula = optimizer.formula_of(p)
+    known = [*formula.arrays, MASTER]
+    if any(name not in known and name[0] != "_" for name in arrays):  # "_param_fp16": of the first versions
+        raise ValueError(
+            f"state dict: parameter {number}: expected a state of {type(optimizer).__name__}, with {known}, "
+            f"got one of another optimizer, with {arrays}"
+        )
+    for name in formula.needed_arrays:
+        if name not in arrays:
+            raise ValueError(f"state dict: parameter {number}: expected {name}, got only {arrays}")
+
+
 def _read_entry(
     optimizer: KeepsArrays, p: Tensor, number: Any, entry: dict[str, Any], whole: bool
 ) -> dict[str, Any]:
     formula = optimizer.formula_of(p)
     known = (*formula.arrays, MASTER)
     tensors = [name for name, value in entry.items() if isinstance(value, Tensor) and name != "step"]
-    if any(name not in known and name[0] != "_" for name in tensors):  # "_param_fp16": of the first versions
-        raise ValueError(
-            f"state dict: parameter {number}: expected a state of {type(optimizer).__name__}, with {list(known)}, "
-            f"got one of another optimizer, with {tensors}"
-        )
+    _refuse_other_arrays(optimizer, p, number, tensors)
     # Where the formula does not count steps, torch's own optimizer does not either.
     read: dict[str, Any] = {"step": int(entry["step"] if formula.needed_arrays else entry.get("step", 0))}
     for name in known:
         value = entry.get(name)
         if value is None:
-            if name in formula.needed_arrays:
-                raise ValueError(f"state dict: parameter {number}: expected {name}, got only {sorted(entry)}")
             continue
         if whole and isinstance(p, DistributedParameter):
             full = math.prod(p._tp_original_shape)

@@ -398,9 +398,19 @@ def check_misfit(folder: str) -> None:
         with pytest.raises(error, match=text):
             checkpoint.load(folder, model)
         assert differences(before, model.state_dict()) == []
+    run.train(1)
     before = state_of(run)
+    members = run.optimizer.param_groups[0]["params"]
     few = torch.optim.SGD(list(run.model.parameters())[:2], lr=1.0)
-    for optim, text in ((few, "optimizer 0: saved over"), ([few, few], "expected 1 optimizers")):
+    for optim, text in (
+        (few, "optimizer 0: saved over"),
+        ([few, few], "expected 1 optimizers"),
+        (bmt.optim.LionOptimizer(members), "a state of LionOptimizer"),
+        (
+            bmt.optim.AdamOptimizer([{"params": [p]} for p in members]),
+            f"expected {len(members)} parameter groups",
+        ),
+    ):
         with pytest.raises(ValueError, match=text):
             checkpoint.load(folder, run.model, optim)
     assert differences(before, state_of(run)) == []

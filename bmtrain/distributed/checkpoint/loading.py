@@ -12,7 +12,7 @@ from ..._model.check import check_model_state
 from ..._model.outline import outline_of
 from ..._ranks.agree import broadcast_json, failing_together, on_all_ranks, on_rank_0
 from ...global_var import context
-from ...optim._arrays import layout_of, numbered_parameters
+from ...optim._arrays import check_names, layout_of, numbered_parameters
 from ...optim._saved_states import SLICE_BYTES, bounds_before
 from ...optim._state import load_optimizer_state
 from ...optim.optim_manager import OptimManager
@@ -139,6 +139,10 @@ class Loading:
                     f"optimizer {number}: saved by {saved['class']}, whose state is of shards, got an optimizer of "
                     f"whole_matrix; load into {saved['class']}, and its state_dict(gather=True) into the other"
                 )
+            if getattr(optimizer, "_bmtrain_optimizer", False) and not saved["groups"]["tensors"]:
+                kinds = {"shard", "replica"}
+                names = {k: [n for n in e if kinds & e[n].keys()] for k, e in saved["entries"].items()}
+                check_names(optimizer, self._reader.value(saved["groups"]), names)
             self._reader.request_value(saved["groups"])
             self._reader.request_value(saved["others"])
             for index, entry in self._own_entries(number):
