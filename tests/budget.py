@@ -24,7 +24,7 @@ PYTHON = {
     "files": ("_files dcp distributed store weights", 4669),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_326),
     "survive": ("_survive survive", 2762),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_985),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_990),
 }
 CORE = {
     "bindings": (". bindings ops", 1429),

@@ -55,6 +55,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> float:
+        """Bytes of a device at the peak."""
         return self.tensors + self.wire + self.disk + self.scratch
 
     @property
@@ -68,6 +69,7 @@ class MemoryEstimate:
 
     @property
     def fits(self) -> bool:
+        """Whether the device and the host have room for it."""
         return self.total <= self.usable and self.host <= self.host_usable
 
 
@@ -155,6 +157,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """Whether device and host have the memory; drives are not compared."""
         return self.memory.fits
 
     def require_fit(self, world_size: int) -> None:
@@ -190,10 +193,12 @@ class Plan:
 
     @property
     def samples_per_second(self) -> float:
+        """Samples of all ranks."""
         return self.samples_per_step / self.time.step
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens of all ranks."""
         return self.samples_per_second * self.model.seq_len
 
     @property
