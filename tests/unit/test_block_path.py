@@ -29,5 +29,10 @@ def test_the_page_lists_the_executed_files(report: str, page: str) -> None:
     for number, lines in re.findall(r"^(\d+) files \(.*?\), (\d+) lines", report, flags=re.MULTILINE):
         assert re.search(rf"\b{number} ", section)
         assert f"{int(lines):,}" in section
+    on_cpu = re.search(r"^on CPU ranks (\d+) files with (\d+) lines: also (.+)$", report, flags=re.MULTILINE)
+    assert on_cpu
+    assert re.search(rf"\b{on_cpu[1]} ", section)
+    assert f"{int(on_cpu[2]):,}" in section
+    assert all(f"`{Path(name).name}`" in section for name in on_cpu[3].split(", "))
     core = re.findall(r"`(csrc/[^`]+\.(?:h|cpp))`", section)
     assert sorted(core) == sorted(set(files) - set(executed))
