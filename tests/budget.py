@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: reason in its message.
 PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2543),
-    "watch": ("_watch", 1953),
+    "watch": ("_watch", 1954),
     "ranks": ("_ranks global_var nccl synchronize utils", 4226),
     "shards": ("_shards parameter", 2074),
     "engine": ("_engine", 8837),

@@ -35,7 +35,8 @@ _OPERATION = re.compile(r'\w+ #\d+.*? on group "[^"]*", rank \d+ of \d+: (the co
 SAME_CALLS = (
     "Every rank must make the same calls in the same order: forward, backward, step, save, load, state_dict, gather "
     "and norms, also where one rank alone uses the result. Experts, and other Blocks that some ranks skip, belong in "
-    "one Block with what chooses between them, which all ranks call."
+    "one Block with what chooses between them, which all ranks call. A rank that continues after an error that it "
+    "caught (out of memory) breaks the order: raise the error."
 )
 
 # The remedy where they are in the transfer of a pipeline's batches.
