@@ -73,7 +73,7 @@ class Own(bmt.DistributedModule):
         return self.shared.sum() * (self.own.sum() if uses_own else 1)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "torch"])
+@pytest.mark.parametrize("optimizer", ["adam", "torch", "torch, then adam"])
 @pytest.mark.parametrize("trained_by", [(0, 1), (0,), (1,)])
 @pytest.mark.parametrize(
     "shape", [(), (70_000,)]
@@ -83,16 +83,34 @@ def test_each_rank_gets_the_state_of_its_own_parameters_back(shape, trained_by, 
 
 
 def check_own_state(folder: str, shape: tuple[int, ...], trained_by: tuple[int, ...], optimizer: str) -> None:
-    kind = {"adam": bmt.optim.AdamOptimizer, "torch": torch.optim.Adam}[optimizer]
+    kinds = {"adam": bmt.optim.AdamOptimizer, "torch": torch.optim.Adam}
     model, other = Own(shape), Own(shape)
-    first, second = kind(model.parameters()), kind(other.parameters())
+    names = optimizer.split(", then ")
+    first, second = kinds[names[0]](model.parameters()), kinds[names[-1]](other.parameters())
     (model(bmt.rank() in trained_by) * (bmt.rank() + 1)).backward()
     first.step()
     checkpoint.save(folder, 1, model, first)
     checkpoint.load(folder, other, second)
     assert (model.own in first.state) == (other.own in second.state) == (bmt.rank() in trained_by)
     for key, value in first.state.get(model.own, {}).items():
-        assert torch.equal(torch.as_tensor(second.state[other.own][key]), torch.as_tensor(value)), key
+        assert torch.equal(
+            torch.as_tensor(second.state[other.own][key]).float(), torch.as_tensor(value).float()
+        ), key
+
+
+def check_empty_state(folder: str) -> None:
+    model = Own((3,))
+    optimizer = bmt.optim.AdamOptimizer(model.parameters())
+    model(False).backward()
+    optimizer.step()
+    assert not optimizer.state[model.own]  # torch makes an entry of what is looked up
+    checkpoint.save(folder, 1, model, optimizer)
+    checkpoint.load(folder, model, optimizer)
+    assert optimizer.state[model._parameters["shared"]]["step"] == 1
+
+
+def test_a_state_that_was_looked_up_before_there_was_one_loads(tmp_path):
+    run_ranks(2, check_empty_state, str(tmp_path))
 
 
 class Rows(torch.optim.SGD):

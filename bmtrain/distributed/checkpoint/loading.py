@@ -140,8 +140,7 @@ class Loading:
                     f"whole_matrix; load into {saved['class']}, and its state_dict(gather=True) into the other"
                 )
             if getattr(optimizer, "_bmtrain_optimizer", False) and not saved["groups"]["tensors"]:
-                kinds = {"shard", "replica"}
-                names = {k: [n for n in e if kinds & e[n].keys()] for k, e in saved["entries"].items()}
+                names = {k: _arrays_of(entry) for k, entry in saved["entries"].items() if entry}
                 check_names(optimizer, self._reader.value(saved["groups"]), names)
             self._reader.request_value(saved["groups"])
             self._reader.request_value(saved["others"])
@@ -228,6 +227,16 @@ class Loading:
         if "replica" in described:
             return self._reader.read_whole(self._reader.own_or_shared(described["replica"], self.same_layout))
         return self._reader.value(described["value"])
+
+
+def _arrays_of(entry: dict[str, Any]) -> list[str]:
+    """Returns the names of a parameter's arrays of state; the number of steps is none, also where it is a tensor."""
+    kinds = {"shard", "replica"}
+    return [
+        key
+        for key, told in entry.items()
+        if key != "step" and (kinds & told.keys() or told.get("value", {}).get("tensors"))
+    ]
 
 
 def _check_number(kind: str, saved: int, given: int) -> None:
