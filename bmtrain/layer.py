@@ -185,10 +185,11 @@ def _read(module: torch.nn.Module, param: DistributedParameter, name: str) -> to
     owner = param._block
     if param._is_whole or (owner is not None and (owner.is_bound or param._is_full())):
         return param
-    is_shard = (  # in a Block, to code that no forward runs
+    is_shard = (  # in a Block, to code that no forward runs, and no `torch.utils.checkpoint` again
         owner is not None
         and owner() is not None
         and current_engine(context()).reads.innermost is None
+        and not (torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1)
         and module.__dict__.get(OWNER) is owner
     )
     if param.is_meta:

@@ -142,10 +142,21 @@ class GatheredCopy(Alias):
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute that a script gave the parameter (``weight.no_decay = True``), as one of torch does."""
-        source = None if name.startswith("__") else source_of(self)
-        if source is None or name not in vars(source) or name in _own_names(type(source)):
+        if name not in (notes := self._notes(name)):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return vars(source)[name]
+        return notes[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Gives the parameter such an attribute."""
+        if hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            self._notes(name)[name] = value
+
+    def _notes(self, name: str) -> dict[str, Any]:
+        """Returns the attributes of the parameter, or this tensor's own where no attribute of a script has the name."""
+        source = None if name.startswith("__") else source_of(self)
+        return vars(self if source is None or name in _own_names(type(source)) else source)
 
     @property
     def data(self) -> torch.Tensor:

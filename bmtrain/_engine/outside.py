@@ -40,7 +40,8 @@ class _Known(NamedTuple):
 
 
 def _versions(param: DistributedParameter, full: torch.Tensor) -> tuple[int, int, int, bool]:
-    written = 0 if param._data_version is None else param._data_version.value
+    through_data = (param if param._block is None else param._block)._data_version
+    written = 0 if through_data is None else through_data.value
     return version_of(param), written, version_of(full), param.requires_grad
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
+from torch.utils.checkpoint import checkpoint
 
 import bmtrain as bmt
 from bmtrain._base import deprecate
@@ -331,6 +332,61 @@ def check_called_alone(recompute: bool) -> None:
         torch.testing.assert_close(models[0](x), models[1](x))
 
 
+class Recomputing(Shares):
+    """Recomputes, by a function of torch, parts that read parameters of Blocks."""
+
+    def __init__(self, make, reentrant: bool) -> None:
+        super().__init__(make)
+        self.reentrant = reentrant
+
+    def part(self, x, layer):
+        return torch.tanh(layer(x * layer.scale) + x @ layer.second.weight.T)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(self.part, x, layer, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_is_in_a_block_may_be_read_where_a_function_is_recomputed(world, reentrant):
+    run_ranks(world, check_recomputed, reentrant)
+
+
+def check_recomputed(reentrant: bool) -> None:
+    gradients = []
+    for make in (bmt.Block, lambda layer: layer):
+        torch.manual_seed(4)
+        model = Recomputing(make, reentrant)
+        x = torch.randn(3, DIM, generator=torch.Generator().manual_seed(bmt.rank())).requires_grad_()
+        model(x).square().sum().backward()
+        gradients.append([x.grad, *map(full_gradient, model.parameters())])
+    for ours, reference in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, reference)
+
+
+def written_between_reads() -> list[float]:
+    layer: Any = bmt.Block(Layer())
+    values = []
+
+    class Writes(bmt.DistributedModule):
+        def forward(self) -> None:
+            for param in (None, *layer.parameters()):
+                if param is not None:
+                    param.data.mul_(2)
+                values.append(layer.scale.item())
+
+    Writes()()
+    return values
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_read_of_a_block_sees_what_was_written_to_its_shards(world: int) -> None:
+    for values in run_ranks(world, written_between_reads):
+        assert values[0] == 2.0 and values[-1] == 4.0
+
+
 def full_gradient(param: bmt.DistributedParameter) -> torch.Tensor:
     """Put together from the ranks' shards, which Blocks cut otherwise."""
     shards = bmt.store.allgather_objects((param._start_partition, param.grad.detach()))
@@ -436,6 +492,11 @@ def noted() -> None:
         (read.factor, read.later) == (2.0, "noted") and own and not any(hasattr(read, name) for name in own)
     )
     assert not hasattr(copy.deepcopy(read.detach() * 1), "factor")
+    model.weight.by_read = read.by_read = "noted"
+    assert param.by_read == model.weight.by_read == "noted"
+    del model, param
+    read.by_read = "of the copy alone"
+    assert read.by_read == "of the copy alone"
 
 
 @pytest.mark.parametrize("world", [1, 2])
