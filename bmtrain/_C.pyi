@@ -307,11 +307,7 @@ class OffloadUpdate:
     @property
     def state(self) -> State: ...
     def add(
-        self,
-        formula: str,
-        lists: Sequence[Any],
-        sizes: Sequence[int],
-        groups: Sequence[Mapping[str, Any]],
+        self, formula: str, lists: Sequence[Any], sizes: Sequence[int], groups: Sequence[Mapping[str, Any]]
     ) -> None: ...
     def stage(
         self,
@@ -349,10 +345,7 @@ class StepJournal:
 
 class StepCheck:
     def __init__(
-        self,
-        factors: list[list[float]],
-        journal: StepJournal | None = None,
-        first_pieces: list[int] = ...,
+        self, factors: list[list[float]], journal: StepJournal | None = None, first_pieces: list[int] = ...
     ) -> None: ...
     before: list[int]
     after: list[int]

@@ -142,8 +142,7 @@ def init_distributed(
         seed = require_integer("init_method", init_method)
         init_method = "env://"
         warn_once(
-            "init_distributed.int",
-            "init_distributed(SEED) is deprecated: write init_distributed(seed=SEED)",
+            "init_distributed.int", "init_distributed(SEED) is deprecated: write init_distributed(seed=SEED)"
         )
     options = InitOptions.check(
         seed=seed,

@@ -44,11 +44,7 @@ class PendingUpdate:
     __slots__ = ("_runtime", "_tensors", "parameters", "update")
 
     def __init__(
-        self,
-        update: Any,
-        parameters: Sequence[torch.Tensor],
-        tensors: Any,
-        runtime: BlockState | None,
+        self, update: Any, parameters: Sequence[torch.Tensor], tensors: Any, runtime: BlockState | None
     ) -> None:
         self.update = update
         self.parameters = tuple(parameters)

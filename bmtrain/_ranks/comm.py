@@ -201,12 +201,7 @@ def _ranks_per_host(ranks: list[dict[str, str]]) -> int:
 
 
 def connect_gloo(
-    store: dist.Store,
-    rank: int,
-    size: int,
-    timeout: float,
-    name: str,
-    local: ShmCommunicator | None = None,
+    store: dist.Store, rank: int, size: int, timeout: float, name: str, local: ShmCommunicator | None = None
 ) -> Communicator:
     """A mesh of Gloo connections, used only between hosts if the ranks of this one share memory as ``local``.
 

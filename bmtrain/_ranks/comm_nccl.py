@@ -11,12 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from .._C import (
-    Communicator,
-    GuardedCommunicator,
-    NcclCommunicator,
-    NcclLibrary,
-)
+from .._C import Communicator, GuardedCommunicator, NcclCommunicator, NcclLibrary
 from ..errors import BMTrainError, CommunicationError
 
 _ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"

@@ -113,10 +113,7 @@ class Ward:
     """
 
     def __init__(
-        self,
-        rank: int,
-        values: dict[DistributedParameter, Tensor],
-        optimizers: Sequence[ShardedOptimizer],
+        self, rank: int, values: dict[DistributedParameter, Tensor], optimizers: Sequence[ShardedOptimizer]
     ) -> None:
         self.rank = rank
         self.params = {p: torch.nn.Parameter(value, p.requires_grad) for p, value in values.items()}

@@ -155,12 +155,7 @@ def _vocabulary_slice(width: int) -> VocabularySlice:
 
 
 def reduce_rows(
-    loss: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    shape: torch.Size,
+    loss: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, shape: torch.Size
 ) -> Tensor:
     """Reduces the losses of rows by ``reduction``; ``shape`` is the shape of the targets."""
     if reduction == "none":

@@ -16,11 +16,7 @@ from .._base.opaque import opaque
 from .._base.tensors import gradient_of
 from .._C import StepCheck
 from ..global_var import num_losses
-from ._arrays import (
-    MASTER,
-    take_changed_value,
-    value_mark,
-)
+from ._arrays import MASTER, take_changed_value, value_mark
 from ._grad_stats import check_overflow, forget_unsent, parameters_of
 from ._narrow import stored_shape
 from ._options import check_group

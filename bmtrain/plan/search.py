@@ -21,9 +21,7 @@ _MAX_DOUBLINGS = 10
 
 
 def choose_policy(
-    model: ModelDescription,
-    machine: Machine,
-    base: TrainingPolicy | None = None,
+    model: ModelDescription, machine: Machine, base: TrainingPolicy | None = None
 ) -> Plan | None:
     """The fastest plan that fits, over ZeRO level, recomputation, offload and micro-batch; where nothing fits,
     over those with as few quarters of the blocks on the host of GPUs as fit.

@@ -18,10 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .._base.arguments import require_integer, require_path
 from .._C import ShardedBuffer

@@ -107,9 +107,7 @@ class Summary:
         return max(self.blocks, key=lambda block: block.compute + block.wait, default=None)
 
     def __str__(self) -> str:
-        lines = [
-            f"{'ms/step':<8}" + "".join(f"{column:>8}" for column in _COLUMNS),
-        ]
+        lines = [f"{'ms/step':<8}" + "".join(f"{column:>8}" for column in _COLUMNS)]
         for rank in self.ranks[:_SHOWN_RANKS]:
             parts = (
                 rank.total,

@@ -221,9 +221,7 @@ def check_transport(here: Surroundings) -> Check:
         return Check("CPU transport", str(error), f"unset {comm.TRANSPORT_VARIABLE}")
     if asked == "shm" and not found.startswith("shared memory"):
         return Check(
-            "CPU transport",
-            f"{found}, but {comm.TRANSPORT_VARIABLE}=shm",
-            f"unset {comm.TRANSPORT_VARIABLE}",
+            "CPU transport", f"{found}, but {comm.TRANSPORT_VARIABLE}=shm", f"unset {comm.TRANSPORT_VARIABLE}"
         )
     return Check("CPU transport", found)
 
