@@ -28,7 +28,8 @@ def optim_step(optim: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
         if not callable(getattr(value, "step", None)) and (value is not None or name == "optim"):
             raise TypeError(f"{name}: expected something with step(), got {value!r:.80}")
     warn_once("optim_step", "optim_step() is deprecated: step through bmtrain.optim.OptimManager")
-    if not _owns_scale(optim):
+    # With a scale of 1, down to which overflows may have brought it, it still skips and may grow again.
+    if getattr(optim, "_owned_scale", None) is None:
         optim.step()
         if lr_scheduler is not None:
             lr_scheduler.step()
@@ -50,8 +51,3 @@ def optim_step(optim: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
             lr_scheduler.step()
     if owner.steps_since_last_scale >= patience:
         owner.justify_scale(owner.scale * factor)
-
-
-def _owns_scale(optim: torch.optim.Optimizer) -> bool:
-    # Also at a scale of 1, down to which overflows may have brought it: it still skips and may grow again.
-    return getattr(optim, "_owned_scale", None) is not None

@@ -17,7 +17,6 @@ from ._C import num_update_workers
 from ._engine.disk_block import DiskBlockState
 from ._engine.engine import current_engine
 from .global_var import context
-from .parameter import DistributedParameter
 
 if TYPE_CHECKING:
     from ._engine.block_state import BlockState
@@ -130,7 +129,7 @@ def memory_report(
     stored = [shard for block in blocks if isinstance(block, DiskBlockState) for shard in block.stored]
     disk_parameters = {id(shard.buffer): shard.parameters.nbytes for shard in stored if shard.parameters}
     disk_gradients = {id(shard.buffer): shard.gradients.nbytes for shard in stored if shard.gradients}
-    outside = [param for param in _parameters(model) if not _is_in_block(param)]
+    outside = [param for param in _parameters(model) if not getattr(param, "_in_block", False)]
     parameters = _Memory(group.shard for group in groups if id(group) not in disk_parameters).add(outside)
     gradients = _Memory(group.gradient_shard for group in groups if id(group) not in disk_gradients)
     gradients.add(param.grad for param in outside)
@@ -199,10 +198,6 @@ class _Memory:
 
 def _parameters(model: torch.nn.Module | None) -> Iterator[torch.nn.Parameter]:
     return iter(()) if model is None else model.parameters()
-
-
-def _is_in_block(param: torch.Tensor) -> bool:
-    return isinstance(param, DistributedParameter) and param._in_block
 
 
 def _bytes_of(optim: Any, name: str) -> Iterator[int]:

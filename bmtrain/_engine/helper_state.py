@@ -155,17 +155,12 @@ def _items(holder: Any) -> Any:
 def _content(holder: Any) -> Any:
     items = _items(holder)
     if isinstance(holder, torch.Tensor):
-        return _unsafe_preserve_version_counter(holder), holder.detach().clone() if _is_copied(
-            holder
-        ) else None
+        is_plain = holder.layout is torch.strided and not holder.is_meta and 0 not in holder.stride()
+        old = holder.detach().clone() if is_plain and holder.nbytes <= SMALL_BYTES else None
+        return _unsafe_preserve_version_counter(holder), old
     if items is None:
         return _state_of(holder) if _is_generator(holder) else holder.copy()
     return dict(items) if isinstance(items, dict) else set(items) if isinstance(items, set) else list(items)
-
-
-def _is_copied(tensor: torch.Tensor) -> bool:
-    is_plain = tensor.layout is torch.strided and not tensor.is_meta and 0 not in tensor.stride()
-    return is_plain and tensor.nbytes <= SMALL_BYTES
 
 
 def _differs(holder: Any, content: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,7 @@ class SyncedBatchNorm:
     eps: float
     weight: Tensor | None
     bias: Tensor | None
+    _check_input_dim: Callable[[Tensor], None]
 
     def forward(self, input: Tensor) -> Tensor:
         group = context().world
@@ -65,10 +67,6 @@ class SyncedBatchNorm:
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
         unbiased = square / (count - 1)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
 
 @torch.no_grad()

@@ -101,10 +101,6 @@ def _properties(*args: object) -> types.SimpleNamespace:
     )
 
 
-def _local_world_size() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
 def _nothing(*args: object, **kwargs: object) -> None:
     pass
 
@@ -205,7 +201,7 @@ def _install_cuda(redirection: Redirects) -> None:
     for name, answer in (
         ("is_available", lambda: True),
         ("is_initialized", lambda: True),
-        ("device_count", _local_world_size),
+        ("device_count", lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
     ):
         redirection.replace(cuda, name, _two_faced(redirection, name, answer, getattr(cuda, name)))
 

@@ -61,10 +61,6 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
         yield slice(start, start + rows)
 
 
-def _accumulation_dtype(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-
 def _local_target(target: Tensor, columns: VocabularySlice, width: int) -> tuple[Tensor, Tensor | None]:
     """Returns each row's target column on this rank, and a mask of the rows with one (None: all)."""
     if width == columns.total:
@@ -86,7 +82,7 @@ def _uses_kernels(logits: Tensor) -> bool:
 def _row_sums(logits: Tensor, target: Tensor, options: CrossEntropyOptions) -> CrossEntropySums:
     if _uses_kernels(logits):
         return _row_sums_by_kernel(logits, target, options)
-    dtype = _accumulation_dtype(logits)
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     num_rows, width = logits.shape
     local, inside = _local_target(target, options.columns, width)
     maximum, exp_sum, target_logit = (logits.new_empty(num_rows, dtype=dtype) for _ in range(3))

@@ -77,15 +77,10 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
             _GIVEN: [getattr(p, "_given", 0) for p in group["params"]],
         }
         | {name: _number(group[name]) for name in names if name in group}
-        | {_GRADIENTS: sum(map(_has_gradient, group["params"]))}
+        | {_GRADIENTS: sum(gradient_of(p) is not None for p in shards)}
         for index, group in enumerate(optimizer.param_groups)
-        if any(isinstance(p, DistributedParameter) for p in group["params"])
+        if (shards := [p for p in group["params"] if isinstance(p, DistributedParameter)])
     ]
-
-
-def _has_gradient(p: torch.Tensor) -> bool:
-    """Whether a parameter of which all ranks have a part has a gradient."""
-    return isinstance(p, DistributedParameter) and gradient_of(p) is not None
 
 
 def _compare_known(everyone: list[list[dict[str, Any]]]) -> None:

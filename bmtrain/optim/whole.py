@@ -260,7 +260,8 @@ class _Members:
         self.owners.update(zip(parameters, owners_of(work, list(map(Team, parameters))), strict=True))
         for p in parameters:
             is_owner = is_here(p) and Transfer(p, self.owners[p]).is_owner
-            value = torch.zeros(whole_shape(p), dtype=_dtype_of(p), device=p.device if is_owner else "meta")
+            dtype = torch.float32 if p.dtype.itemsize < 4 else p.dtype
+            value = torch.zeros(whole_shape(p), dtype=dtype, device=p.device if is_owner else "meta")
             self._stand_ins[p] = torch.nn.Parameter(value, p.requires_grad)
             if is_owner:
                 self.masters[p] = self._stand_ins[p]
@@ -357,10 +358,6 @@ def _listed(group: Any) -> dict[str, Any]:
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
-
-
-def _dtype_of(p: Tensor) -> torch.dtype:
-    return torch.float32 if p.dtype.itemsize < 4 else p.dtype
 
 
 def _work(shape: torch.Size) -> int:

@@ -194,8 +194,9 @@ class ModelDescription:
 
     def computed_in(self, element_size: int) -> ModelDescription:
         """The same model, with activations of blocks of fp32 parameters in elements of this size."""
-        blocks = tuple(_computed_in(block, element_size) for block in self.blocks)
-        return replace(self, blocks=blocks)
+        widest = [max((b.element_size for b in block.buffers), default=element_size) for block in self.blocks]
+        shares = [element_size / width if width == 4 else 1.0 for width in widest]
+        return replace(self, blocks=tuple(map(_with_activations, self.blocks, shares)))
 
     def sliced(self, tp_size: int, pipe_size: int, sp_size: int = 1, ep_size: int = 1) -> ModelDescription:
         """The share of a rank of ``tp_size`` in the one of ``pipe_size`` stages that has most parameters.
@@ -237,11 +238,6 @@ class ModelDescription:
             self.head_flops / (tp_size * sp_size),
             self.head_bytes / (tp_size * sp_size),
         )
-
-
-def _computed_in(block: BlockDescription, element_size: int) -> BlockDescription:
-    widest = max((buffer.element_size for buffer in block.buffers), default=element_size)
-    return _with_activations(block, element_size / widest if widest == 4 else 1.0)
 
 
 def _with_activations(block: BlockDescription, share: float) -> BlockDescription:

@@ -84,13 +84,8 @@ def check_processor(here: Surroundings) -> Check:
             f"BMTRAIN_CPU_ISA={forced} is more than this processor has ({highest})",
             f"unset BMTRAIN_CPU_ISA, or set it to {highest} or less",
         )
-    return Check(
-        "processor", f"kernels for {forced or highest}, {_plural(torch.get_num_threads(), 'thread')}"
-    )
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    count = torch.get_num_threads()
+    return Check("processor", f"kernels for {forced or highest}, {count} thread{'' if count == 1 else 's'}")
 
 
 def check_memory_nodes(here: Surroundings) -> Check:

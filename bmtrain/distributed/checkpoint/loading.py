@@ -81,16 +81,14 @@ class Loading:
         if self._optimizers:
             self._request_optimizers()
         if self._schedulers:
-            self._reader.request_value(self._values["schedulers"])
-            _check_number("schedulers", self._reader_length("schedulers"), len(self._schedulers))
+            schedulers = self._values["schedulers"]
+            self._reader.request_value(schedulers)
+            _check_number("schedulers", len(schedulers["is"]["list"]), len(self._schedulers))
         self._reader.request_value(self._values["extra"])
         if self._random and self._random_state is not None:
             self._reader.request_value(self._random_state)
         for told in self._data:
             self._reader.request_value(told)
-
-    def _reader_length(self, name: str) -> int:
-        return len(self._values[name]["is"]["list"])
 
     def _request_model(self, model: torch.nn.Module) -> None:
         told = self._values.get("model")
