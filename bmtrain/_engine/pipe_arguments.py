@@ -125,8 +125,7 @@ class ShardArgument:
     def gradient(self, source: int = 0) -> torch.Tensor:
         """Returns the gradient of this rank's value, which stage ``source`` has. Collective over the pipe group."""
         sums = [self.take(micro) if own is None else own for micro, own in enumerate(self._sums)]
-        like = sums[0]
-        return hand_out(self._pipe, sums, source, like.shape, like.dtype, like.device)
+        return hand_out(self._pipe, sums, source, sums[0].new_empty(sums[0].shape))
 
 
 def alias(value: Any) -> Any:

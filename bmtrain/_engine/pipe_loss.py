@@ -152,8 +152,7 @@ class Head:
         for is_used, of_param in zip(flags.tolist(), found, strict=True):
             leaf = of_param[0][0]
             parts = [leaf if own is None else own for _, own in of_param]  # elsewhere: not sent
-            own = hand_out(pipe, parts, last, leaf.shape, leaf.dtype, leaf.device) if is_used else None
-            gradients.append(own)
+            gradients.append(hand_out(pipe, parts, last, leaf.new_empty(leaf.shape)) if is_used else None)
         return gradients
 
 
@@ -309,7 +308,7 @@ class LossCall:
             self._seed = seed
             whole = torch.cat(run.gradients) if pipe.rank == 0 else None
             self._gradients = [
-                hand_out_batches(pipe, whole, 0, hidden.shape, hidden.dtype, hidden.device),
+                hand_out_batches(pipe, whole, 0, hidden.new_empty(hidden.shape)),
                 *(argument.gradient() for _, argument in self.trained),
                 *self._head.take_gradients(pipe.size, told[1:].tolist()),
             ]
@@ -327,7 +326,7 @@ class ShardLossCall(LossCall):
         with torch.no_grad():
             losses = self._pass(None).results
         shape, dtype = share_shape(pipe, losses[0] if losses else None, pipe.size - 1, device)
-        return hand_out(pipe, losses or None, pipe.size - 1, shape, dtype, device)
+        return hand_out(pipe, losses or None, pipe.size - 1, torch.empty(shape, dtype=dtype, device=device))
 
     def backward(self, gradient: torch.Tensor | None) -> list[torch.Tensor | None]:
         self._begin_backward()
@@ -341,7 +340,7 @@ class ShardLossCall(LossCall):
             unpack_generators(self._numbers)
             run = self._pass(seeds)
         return [
-            hand_out(pipe, run.gradients or None, 0, hidden.shape, hidden.dtype, hidden.device),
+            hand_out(pipe, run.gradients or None, 0, hidden.new_empty(hidden.shape)),
             *(argument.gradient() for _, argument in self._arguments.trained),
             *(argument.gradient(pipe.size - 1) for _, argument in self._head.labels.trained),
             *self._head.hand_out_gradients(pipe),

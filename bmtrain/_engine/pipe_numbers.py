@@ -53,9 +53,8 @@ class Numbers:
         with kept_generators(device):
             yield
         ends = [self._states[micro] for micro in range(pipe.size)] if pipe.rank == pipe.size - 1 else None
-        unpack_generators(
-            hand_out(pipe, ends, pipe.size - 1, torch.Size([PACKED_BYTES]), torch.uint8, device)
-        )
+        own = torch.empty(PACKED_BYTES, dtype=torch.uint8, device=device)
+        unpack_generators(hand_out(pipe, ends, pipe.size - 1, own))
 
     @contextmanager
     def of_micro(self, micro: int) -> Iterator[None]:

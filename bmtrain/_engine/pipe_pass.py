@@ -147,8 +147,8 @@ class Pass:
         """Returns this rank's batch of a tensor that stage ``source`` has of all batches. Collective."""
         pipe, device = self._plan.pipe, self._device
         shape, dtype = share_shape(pipe, whole, source, device)
-        own = torch.Size([shape[0] // pipe.size, *shape[1:]])
-        return hand_out_batches(pipe, whole, source, own, dtype, device)
+        own = torch.empty(shape[0] // pipe.size, *shape[1:], dtype=dtype, device=device)
+        return hand_out_batches(pipe, whole, source, own)
 
     def own_result(self) -> torch.Tensor:
         """Returns this rank's batch of the results, and drops all results. Collective."""

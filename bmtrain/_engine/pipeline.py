@@ -53,7 +53,7 @@ class PipelineCall(Pass):
         self.pipe = pipe = plan.pipe
         self.is_spent = False
         self.untrained: list[torch.Tensor] = []
-        self._like = hidden.shape, hidden.dtype, hidden.device
+        self._like = hidden.new_empty(hidden.shape, device="meta")
         self._actions = actions_of("gpipe", pipe.size, plan.num_micros)
         self._engine = current_engine(context())
         recorder = active_recorder.get()
@@ -151,7 +151,7 @@ class PipelineCall(Pass):
             self.alive.clear()
             self.recordings = None
             self._release_blocks()
-        own = hand_out_batches(pipe, whole, 0, *self._like)
+        own = hand_out_batches(pipe, whole, 0, torch.empty_like(self._like, device=self._device))
         return [own, *(argument.gradient() for _, argument in self._arguments.trained)]
 
     def _wanted_anywhere(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

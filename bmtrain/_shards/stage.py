@@ -116,35 +116,22 @@ def collect_batches(pipe: Group, batch: torch.Tensor, target: int | None = None)
     return torch.cat(parts)
 
 
-def hand_out_batches(
-    pipe: Group,
-    whole: torch.Tensor | None,
-    source: int,
-    shape: torch.Size,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    """Returns this rank's part, of ``shape``, of the batches on stage ``source``: the inverse of collecting."""
-    return hand_out(pipe, None if whole is None else whole.chunk(pipe.size), source, shape, dtype, device)
+def hand_out_batches(pipe: Group, whole: torch.Tensor | None, source: int, out: torch.Tensor) -> torch.Tensor:
+    """Fills and returns ``out`` with this rank's part of the batches on stage ``source``: the inverse of collecting."""
+    return hand_out(pipe, None if whole is None else whole.chunk(pipe.size), source, out)
 
 
 def hand_out(
-    pipe: Group,
-    parts: Sequence[torch.Tensor] | None,
-    source: int,
-    shape: torch.Size,
-    dtype: torch.dtype,
-    device: torch.device,
+    pipe: Group, parts: Sequence[torch.Tensor] | None, source: int, out: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the tensor, of ``shape``, that stage ``source`` has for this rank in ``parts``."""
+    """Fills and returns ``out``, contiguous, with the tensor that stage ``source`` has for this rank in ``parts``."""
     if pipe.rank != source:
-        part = torch.empty(shape, dtype=dtype, device=device)
-        pipe.comm.recv(part, source, "pipe.hand_out").wait()
-        return part
+        pipe.comm.recv(out, source, "pipe.hand_out").wait()
+        return out
     if parts is None:
         raise RuntimeError(f"stage {source} has nothing to hand out")
     parts = [part.contiguous() for part in parts]
     works = [pipe.comm.send(part, rank, "pipe.hand_out") for rank, part in enumerate(parts) if rank != source]
     for work in works:
         work.wait()
-    return parts[source].clone()
+    return out.copy_(parts[source])
