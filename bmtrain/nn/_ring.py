@@ -28,27 +28,24 @@ if TYPE_CHECKING:
     from .._ranks.context import Group
 
 
-def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool, scale: float, window: int | None
-) -> Tensor:
+class Rule(NamedTuple):
+    """Arguments of attention: earlier tokens only, factor of the products (None: the default), number of tokens."""
+
+    causal: bool
+    scale: float | None
+    window: int | None
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, rule: Rule) -> Tensor:
     """Returns the attention of this rank's queries ``(batch, heads, tokens, features)``; differentiable."""
-    out: Tensor = _Ring.apply(q, k, v, sequences, causal, scale, window)
+    out: Tensor = _Ring.apply(q, k, v, sequences, rule)
     return out
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sequences: Sequences,
-        causal: bool,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        attend = _Attend(sequences, causal, scale, window, q, groups=q.shape[1] // k.shape[1])
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, rule: Rule) -> Tensor:
+        attend = _Attend(sequences, rule, q, groups=q.shape[1] // k.shape[1])
         queries = attend.fold(q)
         out = queries.new_zeros(*queries.shape[:-1], v.shape[-1])
         largest = queries.new_full(queries.shape[:-1], -torch.inf)
@@ -77,7 +74,7 @@ class _Ring(torch.autograd.Function):
                 )
             travelling.add(grad_k, grad_v)
         grads = (attend.unfold(grad_q), *travelling.home(k.shape, v.shape))
-        return *(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)), *[None] * 4
+        return *(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)), None, None
 
 
 #: Tokens of a tile of queries, and of keys.
@@ -96,23 +93,14 @@ class _Attend:
     """Attention between tiles, over heads of keys: the ``groups`` heads of queries that share one follow each other
     among its tokens."""
 
-    def __init__(
-        self,
-        sequences: Sequences,
-        causal: bool,
-        scale: float,
-        window: int | None,
-        queries: Tensor,
-        groups: int,
-    ) -> None:
+    def __init__(self, sequences: Sequences, rule: Rule, queries: Tensor, groups: int) -> None:
         documents = sequences.documents_of(len(queries))
         assert documents is not None
         self.sequences = sequences
         self.documents = documents
         self.device = queries.device
-        self.causal = causal
-        self.scale = scale
-        self.window = window
+        self.causal, self.window = rule.causal, rule.window
+        self.scale: Any = rule.scale  # a number here
         self.groups = groups
 
     def fold(self, q: Tensor) -> Tensor:

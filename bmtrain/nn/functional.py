@@ -14,7 +14,7 @@ from .._base.arguments import require_callable, require_integer, require_tensor
 from .._base.differentiable_once import differentiable_once
 from .._base.opaque import opaque
 from . import _intercept
-from ._ring import ring_attention
+from ._ring import Rule, ring_attention
 from ._sequences import Method, Sequences, check_stamp, current_sequences
 
 __all__ = ["attention", "tiled"]
@@ -72,17 +72,17 @@ def attention(
         raise ValueError("window: expected causal=True with a window, got causal=False")
     if sequences is None:
         with _intercept.original():
-            return _whole(q, k, v, causal, scale, window)
+            return _whole(q, k, v, Rule(causal, scale, window))
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         sequences.check(name, tensor)
     _check_heads(q, k, v)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    rule = Rule(causal, 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale), window)
     with _intercept.original():
         if sequences.group.size == 1:
-            return _by_document(q, k, v, sequences, causal, scale, window)
+            return _by_document(q, k, v, sequences, rule)
         if sequences.method is Method.HEADS:
-            return _by_heads(q, k, v, sequences, causal, scale, window)
-        return ring_attention(q, k, v, sequences, causal, scale, window)
+            return _by_heads(q, k, v, sequences, rule)
+        return ring_attention(q, k, v, sequences, rule)
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -93,15 +93,16 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _whole(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, window: int | None) -> Tensor:
+def _whole(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
     """Attention among the tokens that are here."""
     groups = q.shape[1] // k.shape[1]
     k, v = _repeated(k, groups), _repeated(v, groups)
     mask = None
-    if window is not None and window < q.shape[2]:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril().triu(1 - window)
+    if rule.window is not None and rule.window < q.shape[2]:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        mask = mask.triu(1 - rule.window)
     return torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=causal and mask is None, scale=scale
+        q, k, v, mask, is_causal=rule.causal and mask is None, scale=rule.scale
     )
 
 
@@ -113,9 +114,7 @@ def _repeated(x: Tensor, times: int) -> Tensor:
     return x
 
 
-def _by_document(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool, scale: float, window: int | None
-) -> Tensor:
+def _by_document(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, rule: Rule) -> Tensor:
     """Attention among all tokens of some heads, document by document: no mask of all pairs of tokens is made."""
     rows = sequences.runs(len(q))
     parts = []
@@ -124,14 +123,12 @@ def _by_document(
         outs = []
         for start, end in runs:
             own = (here, slice(None), slice(start, end))
-            outs.append(_whole(q[own], k[own], v[own], causal, scale, window))
+            outs.append(_whole(q[own], k[own], v[own], rule))
         parts.append(outs[0] if len(outs) == 1 else torch.cat(outs, dim=2))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _by_heads(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool, scale: float, window: int | None
-) -> Tensor:
+def _by_heads(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, rule: Rule) -> Tensor:
     """Attention with all tokens of this rank's share of the heads, and back."""
     size, heads = sequences.group.size, q.shape[1]
     if heads % size:
@@ -144,7 +141,7 @@ def _by_heads(
     times = next(n for n in range(1, heads // kept + 1) if kept * n % size == heads % (kept * n) == 0)
     k, v = _repeated(k, times), _repeated(v, times)
     q, k, v = _Exchange.apply(sequences, True, q, k, v)
-    out = _by_document(q, k, v, sequences, causal, scale, window)
+    out = _by_document(q, k, v, sequences, rule)
     own: tuple[Tensor] = _Exchange.apply(sequences, False, out)
     return own[0]
 
