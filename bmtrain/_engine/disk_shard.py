@@ -62,8 +62,7 @@ class StoredShard:
             self.gradients = StoredArray(tier, file, offset, nbytes, f"gradients of {label}", put_gradient)
         self._sealed: Any = None  # mark of the parameters whose checksums are known
         self._fetched: Any = None  # when they were read
-        self._sealed_gradients: Any = None
-        self._is_shown = False  # whether a gradient was read by others since it was written
+        self._sealed_gradients: Any = ()  # mark of those whose checksums are known; None: others may write to them
         self._is_due = False  # whether gradients are in memory only
         self._consumed: dict[int, int] = {}  # versions of gradients that an update has used, by id
         #: Whether parameters stay in memory after a call, for an update inside the backward, and it has them.
@@ -220,7 +219,7 @@ class StoredShard:
 
     def note_gradient_changes(self) -> None:
         """Called before gradients are read: checksums are dropped if users may have written to them."""
-        if self._is_shown or self._gradient_mark() != self._sealed_gradients:
+        if self._gradient_mark() != self._sealed_gradients:
             assert self.gradients is not None
             self.gradients.unseal()
             self.seal_gradients()
@@ -248,32 +247,29 @@ class StoredShard:
         """Frees the memory of the gradients; writes to them there since they were sent are kept."""
         array = self.gradients
         assert array is not None
-        if array.is_in_use and (self._is_shown or self._gradient_mark() != self._sealed_gradients):
+        if array.is_in_use and self._gradient_mark() != self._sealed_gradients:
             array.wait()
             array.send()
         array.rest()
 
     def seal_gradients(self) -> None:
         """Called when the file has the present gradients."""
-        self._is_shown = False
         self._sealed_gradients = self._gradient_mark()
         for p in self.members:
             p._sent = self if self.holds_gradient_of(p) else None
 
     def show_gradients(self) -> None:
         """As `show_parameters`, before others read gradients."""
-        array = self.gradients
+        array, is_shown = self.gradients, self._sealed_gradients is None
         self.require_gradients()
-        if not (
-            array is None or array.memory is not None or self._is_shown or self.buffer.gradient_shard is None
-        ):
+        if not (is_shown or array is None or array.memory is not None or self.buffer.gradient_shard is None):
             self.note_gradient_changes()
             array.check()
-            self._is_shown = True
+            self._sealed_gradients = None
 
     def drop(self) -> None:
         """A user reads ``.grad``, and may write to it. See `DistributedParameter.grad`."""
-        self._is_shown = True
+        self._sealed_gradients = None
 
     # ---- updates inside a backward
 
