@@ -296,8 +296,9 @@ class ShardedOptimizer(StatefulOptimizer):
     @opaque
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Fills all gradients with zeros, or sets them to None; drops unsent gradients."""
-        forget_unsent(parameters_of(self.param_groups))
-        if not self._place.zero_grad(self.param_groups, set_to_none):
+        parameters = list(parameters_of(self.param_groups))
+        forget_unsent(parameters)
+        if not self._place.zero_grad(parameters, set_to_none):
             super().zero_grad(set_to_none=set_to_none)
 
 

@@ -356,10 +356,10 @@ class OnDisk(Place):
             if self._background is not None:
                 self._background.finish()
 
-    def zero_grad(self, groups: Groups, set_to_none: bool) -> bool:
+    def zero_grad(self, parameters: Sequence[Tensor], set_to_none: bool) -> bool:
         pending = [update for update in self._pending if not update.is_finished]
         if not pending:
-            return self._zero_now(groups, set_to_none)
+            return self._zero_now(parameters, set_to_none)
         later = {id(p): p for update in pending for p in update.parameters}
         if set_to_none:
             with torch._C.DisableTorchFunctionSubclass():  # so that nothing waits here
@@ -368,34 +368,32 @@ class OnDisk(Place):
         else:
             for update in pending:
                 update.zero_gradients_afterwards()
-        self._zero([p for group in groups for p in group["params"] if id(p) not in later], set_to_none)
+        self._zero([p for p in parameters if id(p) not in later], set_to_none)
         return True
 
     def _zero(self, parameters: Sequence[Tensor], set_to_none: bool = False) -> None:
         """Fills gradients with zeros, or sets them to None."""
-        if not self._zero_now([{"params": parameters}], set_to_none):
+        if not self._zero_now(parameters, set_to_none):
             for p in parameters:
                 zero_gradient(p, set_to_none)
 
-    def _zero_now(self, groups: Groups, set_to_none: bool) -> bool:
-        shards = {} if set_to_none else self._gradient_shards(groups)
+    def _zero_now(self, parameters: Sequence[Tensor], set_to_none: bool) -> bool:
+        shards = {} if set_to_none else self._gradient_shards(parameters)
         if not shards:
-            return self._inner.zero_grad(groups, set_to_none)
+            return self._inner.zero_grad(parameters, set_to_none)
         zeroed = {p for shard, members in shards.items() if shard.zero_gradients(members) for p in members}
-        for group in groups:
-            for p in group["params"]:
-                if p not in zeroed:
-                    zero_gradient(p, False)
+        for p in parameters:
+            if p not in zeroed:
+                zero_gradient(p, False)
         return True
 
-    def _gradient_shards(self, groups: Groups) -> dict[StoredShard, list[Tensor]]:
-        """Returns the shards of gradients on a drive, and their parameters in the groups."""
+    def _gradient_shards(self, parameters: Sequence[Tensor]) -> dict[StoredShard, list[Tensor]]:
+        """Returns the shards of gradients on a drive, each with the parameters whose gradients it holds."""
         shards: dict[StoredShard, list[Tensor]] = {}
-        for group in groups:
-            for p in group["params"]:
-                home = self._homes.get(p) if p.numel() else None
-                if home is not None and home.arena.stored is not None and home.arena.stored.gradients:
-                    shards.setdefault(home.arena.stored, []).append(p)
+        for p in parameters:
+            home = self._homes.get(p) if p.numel() else None
+            if home is not None and home.arena.stored is not None and home.arena.stored.gradients:
+                shards.setdefault(home.arena.stored, []).append(p)
         return shards
 
 

@@ -137,8 +137,8 @@ class OnHost(Place):
         if self.overlap is not None:
             self.overlap.pending.finish()
 
-    def zero_grad(self, groups: Groups, set_to_none: bool) -> bool:
-        return self.overlap is not None and self.overlap.zero_grad(groups, set_to_none)
+    def zero_grad(self, parameters: Sequence[Tensor], set_to_none: bool) -> bool:
+        return self.overlap is not None and self.overlap.zero_grad(parameters, set_to_none)
 
 
 def _with_contiguous_gradients(part: Part) -> Part:

@@ -112,8 +112,8 @@ class Place:
     def finish(self) -> None:
         """Waits until no update is pending."""
 
-    def zero_grad(self, groups: Groups, set_to_none: bool) -> bool:
-        """Fills all gradients with zeros, or sets them to None, if updates are pending; returns whether it did."""
+    def zero_grad(self, parameters: Sequence[Tensor], set_to_none: bool) -> bool:
+        """Fills gradients with zeros, or sets them to None, if updates are pending; returns whether it did."""
         return False
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,8 +73,8 @@ class Overlap:
         """Bytes of host memory for copies of gradients and parameters."""
         return sum(way.nbytes for ways in (self._stagings, self._ahead) for way in ways.values())
 
-    def zero_grad(self, groups: Sequence[Mapping[str, Any]], set_to_none: bool) -> bool:
-        """Fills all gradients with zeros, or sets them to None, if updates are pending; returns whether it did.
+    def zero_grad(self, parameters: Sequence[Tensor], set_to_none: bool) -> bool:
+        """Fills gradients with zeros, or sets them to None, if updates are pending; returns whether it did.
 
         Gradients in use are zeroed after their update.
         """
@@ -89,7 +89,7 @@ class Overlap:
                 if update.zero_gradients_afterwards():
                     later.update(map(id, update.parameters))
         with torch._C.DisableTorchFunctionSubclass():  # so that nothing waits here
-            for p in (p for group in groups for p in group["params"] if id(p) not in later):
+            for p in (p for p in parameters if id(p) not in later):
                 if not set_to_none:
                     finish_update(p)
                 zero_gradient(p, set_to_none)
