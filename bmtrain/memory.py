@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -14,13 +14,11 @@ from torch.utils._pytree import tree_leaves
 from ._base.arguments import require_module
 from ._base.host_memory import resident_bytes
 from ._C import num_update_workers
+from ._engine.block_state import BlockState
+from ._engine.call import BlockCall
 from ._engine.disk_block import DiskBlockState
 from ._engine.engine import current_engine
 from .global_var import context
-
-if TYPE_CHECKING:
-    from ._engine.block_state import BlockState
-    from ._engine.call import BlockCall
 
 __all__ = ["MemoryReport", "memory_report"]
 

@@ -17,14 +17,14 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2543),
     "watch": ("_watch", 1954),
-    "ranks": ("_ranks global_var nccl synchronize utils", 4226),
-    "shards": ("_shards parameter", 2074),
-    "engine": ("_engine", 8849),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5762),
-    "files": ("_files dcp distributed store weights", 4678),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_326),
-    "survive": ("_survive survive", 2762),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_990),
+    "ranks": ("_ranks global_var nccl synchronize utils", 4210),
+    "shards": ("_shards parameter", 2055),
+    "engine": ("_engine", 8783),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5724),
+    "files": ("_files dcp distributed store weights", 4676),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_286),
+    "survive": ("_survive survive", 2759),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_966),
 }
 CORE = {
     "bindings": (". bindings ops", 1429),

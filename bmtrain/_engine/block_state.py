@@ -5,17 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Container, Mapping, Sequence
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from .._C import Communicator, IslandShore, ShardedBuffer
+from .._shards.block_ref import BlockRef
 from .copies import warn_of_lost_write
 from .phase import Event, Phase
-
-if TYPE_CHECKING:
-    import torch
-
-    from .._shards.block_ref import BlockRef
-    from .policy import BlockPolicy
+from .policy import BlockPolicy
 
 _SHARDED = ShardedBuffer.State.SHARDED
 _VERSION = methodcaller("version")

@@ -7,22 +7,18 @@ import inspect
 import os
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch._functorch import config as compiled_functions
+from torch.utils.hooks import RemovableHandle
 
 from .._base.deprecate import warn_once
 from .._base.tensors import TORCH_DATA, TORCH_GRAD, data_of, gradient_of
 from .._shards.draws import Alias
 from ..global_var import context, rank
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.utils.hooks import RemovableHandle
-
-    from ..parameter import DistributedParameter
+from ..parameter import DistributedParameter
 
 # torch looks for operators that return their inputs in the first call of compiled code, and then raises an error for
 # tensors of a class that it does not know.

@@ -19,11 +19,12 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from .._C import BufferPool, DeferredProducts, HostLane, OpenIslands, ShardedBuffer
+from .._ranks.context import Context
 from ..errors import CommunicationError
 from .block_state import BlockState
 from .disk_tier import DiskTier
@@ -37,9 +38,6 @@ from .reads import Reads
 from .replaced import ReplacedParameters
 from .virtual_sum import VirtualSum
 from .wrapped import WrappedModels
-
-if TYPE_CHECKING:
-    from .._ranks.context import Context
 
 #: Idle buffers kept per size. A backward uses up to five (the gathered block and the prefetched one; a gradient being
 #: accumulated, one being sent and one being received), a forward two: more idle ones would add to its activations.

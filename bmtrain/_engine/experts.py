@@ -18,20 +18,17 @@ aliases are the leaves of the tree, in the order of the shards: see `virtual_sum
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from .._C import lead_graphs_to
+from .._C import Communicator, lead_graphs_to
 from ..global_var import context
 from ..parameter import DistributedParameter
 from .copies import source_of
 from .dropout import no_random_numbers
 from .engine import current_engine
-
-if TYPE_CHECKING:
-    from .._C import Communicator
 
 #: Computes one rank's experts. Arguments: ``(n, ...)``, the rows of the first expert, then those of the second and so
 #: on; ``(experts,)``, how many rows each has, on the host; the full parameters. Returns ``(n, ...)``, in their order.

@@ -12,18 +12,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from .._C import ShardedBuffer, TreeSum
 from .._shards.gather import changed_by_hooks
+from ..parameter import DistributedParameter
 from .block_state import BlockState
 from .policy import Recompute
 from .unsent import Unsent
-
-if TYPE_CHECKING:
-    from ..parameter import DistributedParameter
 
 
 class Destination:

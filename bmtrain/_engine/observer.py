@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .._C import ShardedBuffer
-    from .block_state import BlockState
-    from .phase import Phase
+from .._C import ShardedBuffer
+from .block_state import BlockState
+from .phase import Phase
 
 _NOTHING = nullcontext()
 

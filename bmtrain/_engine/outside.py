@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -13,14 +13,12 @@ from torch.autograd.function import once_differentiable
 from .._base.stand_in import StandIn
 from .._base.tensors import version_of
 from .._C import ReduceOp
+from .._ranks.context import Group
 from .._shards.gather import warn_if_kept
 from .._shards.penalties import expected
 from .._shards.sharding import slot_length
 from ..global_var import context
 from ..parameter import DistributedParameter
-
-if TYPE_CHECKING:
-    from .._ranks.context import Group
 
 #: Parameters up to this full size (in bytes) are gathered together.
 SMALL_BYTES = 256 * 1024

@@ -23,12 +23,11 @@ import os
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from .block_state import BlockState
+from .block_state import BlockState
 
 
 class PendingUpdate:

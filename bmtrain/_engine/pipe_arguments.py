@@ -8,21 +8,17 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import is_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .._base.deprecate import warn_once
 from .._base.tree import attributes_of, tensors_of, with_items
 from .._C import ReduceOp
+from .._ranks.context import Group
 from .._shards.stage import collect_batches, hand_out
 from ..global_var import context
-from .engine import current_engine
-
-if TYPE_CHECKING:
-    from .._ranks.context import Group
-    from .engine import Engine
-
+from .engine import Engine, current_engine
 
 _NUM_COMPARED = 3  # calls, since a comparison makes the host wait; the first batch may be one without padding
 _compared: Counter[str] = Counter()  # arguments that are not split, by name

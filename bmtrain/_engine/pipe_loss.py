@@ -17,26 +17,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .._base.generators import kept_generators, packed_generators, unpack_generators
 from .._base.tensors import TORCH_GRAD, gradient_of
 from .._ranks.agree import largest
+from .._ranks.context import Group
 from .._shards.gather import note_unused
 from .._shards.stage import hand_out, hand_out_batches, share_shape
 from ..global_var import context, num_losses
+from ..parameter import DistributedParameter
 from .engine import current_engine
 from .held import drop_gradients
 from .pipe_arguments import PipeArguments
 from .pipe_pass import Pass, Plan, run_as_node
 from .reads import Reads, Scope
 from .run_state import ModeSnapshot, active_recorder
-
-if TYPE_CHECKING:
-    from .._ranks.context import Group
-    from ..parameter import DistributedParameter
 
 
 @dataclass

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,12 +22,10 @@ from .._base.generators import (
     packed_generators,
     unpack_generators,
 )
+from .._ranks.context import Group
 from .._shards.stage import collect_batches, hand_out
 from ..global_var import context
 from .engine import current_engine
-
-if TYPE_CHECKING:
-    from .._ranks.context import Group
 
 
 class Numbers:

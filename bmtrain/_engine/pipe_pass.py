@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 
 from .._C import DeferredProducts, Work
+from .._ranks.context import Group
 from .._ranks.messages import header_of
 from .._shards.stage import channel, collect_batches, hand_out_batches, receive_header, share_shape
 from ..global_var import context
@@ -26,9 +27,6 @@ from .held import hold, let_go
 from .pipe_arguments import PipeArguments, on_rows
 from .pipe_numbers import Numbers
 from .pipe_schedule import Action, Actions, Kind, Message, message_of, messages_to, only
-
-if TYPE_CHECKING:
-    from .._ranks.context import Group
 
 
 class Plan(NamedTuple):

@@ -6,17 +6,15 @@ Each stage computes some layers on all ranks' batches; each rank records all lay
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .._ranks.agree import broadcast_json
+from .._ranks.context import Group
 from .._shards.stage import collect_batches
+from .engine import Engine
 from .recording import Recorder, TotalGradient, place_outside
-
-if TYPE_CHECKING:
-    from .._ranks.context import Group
-    from .engine import Engine
 
 #: Distributes a stage's tensor for all ranks of the pipe group; arguments: (whole or None, stage).
 _OwnPart = Callable[[torch.Tensor | None, int], torch.Tensor]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .._C import ReduceOp
+from .._ranks.context import Group
 from ..global_var import config, context
 from .engine import current_engine
-
-if TYPE_CHECKING:
-    from .._ranks.context import Group
 
 _LABEL = "SyncBatchNorm"
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from .._C import ReduceOp
+from .._ranks.context import Group
 from ..global_var import context
 from .engine import current_engine
-
-if TYPE_CHECKING:
-    from .._ranks.context import Group
 
 
 def total_over_batches(numbers: torch.Tensor, needed_by: str) -> torch.Tensor:

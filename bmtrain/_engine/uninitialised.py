@@ -5,15 +5,12 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
 from .._base.opaque import opaque
 from ..global_var import rank
-
-if TYPE_CHECKING:
-    from ..parameter import DistributedParameter
+from ..parameter import DistributedParameter
 
 _NUM_NAMED = 4
 

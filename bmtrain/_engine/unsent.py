@@ -10,13 +10,11 @@ In it parameters do not change, so that a block with ``keep_gathered`` is gather
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from ..parameter import DistributedParameter
-    from .block_state import BlockState
+from ..parameter import DistributedParameter
+from .block_state import BlockState
 
 
 class Unsent:

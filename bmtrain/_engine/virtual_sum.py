@@ -21,19 +21,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
 from .._C import ShardedBuffer, TreeSum
 from .._shards.gather import changed_by_hooks
 from ..global_var import context
+from ..parameter import DistributedParameter
 from .block_state import BlockState
 from .gradients import Destination, Gradients
 from .unsent import Unsent
-
-if TYPE_CHECKING:
-    from ..parameter import DistributedParameter
 
 
 class _Sums:

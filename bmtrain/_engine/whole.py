@@ -15,18 +15,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .._base.tensors import TORCH_DATA, data_of
 from .._ranks.context import require_gathering
 from .._shards.at_rest import show_together
-
-if TYPE_CHECKING:
-    from ..parameter import DistributedParameter
-    from .block_state import BlockState
-
+from ..parameter import DistributedParameter
+from .block_state import BlockState
 
 #: Methods by which modules write the first values of their parameters.
 _INITIALISING = ("reset_parameters", "_reset_parameters", "init_weights")

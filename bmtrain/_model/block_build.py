@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .._engine.engine import current_engine
 from .._engine.policy import BlockPolicy
+from .._ranks.context import Group
 from .._shards.block_ref import GREW, OWNER, BlockRef
 from .._shards.sharding import ShardSpec
 from .._shards.stage import StagedShardSpec
 from ..global_var import context
 from ..parameter import DistributedParameter
 from .state_dict import install_hooks_below
-
-if TYPE_CHECKING:
-    from .._ranks.context import Group
 
 
 @contextmanager

@@ -5,14 +5,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .._base.tensors import gradient_of
 from .._C import Communicator, ShardedBuffer
+from .._engine.disk_shard import StoredShard
 from .._engine.engine import current_engine
 from .._engine.policy import BlockMode, BlockPolicy
+from .._ranks.context import Context, Group
 from .._ranks.groups import parts_of, ranks_per_host
 from .._shards.at_rest import show, zero_consumed
 from .._shards.block_ref import BlockRef
@@ -20,10 +22,6 @@ from .._shards.sharding import ShardSpec
 from ..global_var import context
 from ..parameter import DistributedParameter
 from .tiers import check_tier, host_lane_of, store
-
-if TYPE_CHECKING:
-    from .._engine.disk_shard import StoredShard
-    from .._ranks.context import Context, Group
 
 
 @dataclass(frozen=True)

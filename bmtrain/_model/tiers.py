@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from .._base.host_memory import give_back_freed
 from .._C import Communicator, HostLane, ShardedBuffer
 from .._engine.disk_shard import StoredShard
@@ -11,9 +9,7 @@ from .._engine.disk_tier import tier_of
 from .._engine.engine import current_engine
 from .._engine.policy import BlockPolicy
 from .._ranks.agree import failing_together
-
-if TYPE_CHECKING:
-    from .._ranks.context import Context
+from .._ranks.context import Context
 
 
 def check_tier(ctx: Context, policy: BlockPolicy, label: str) -> None:

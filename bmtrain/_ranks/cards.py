@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from .._base import build
 from ..errors import BMTrainError
-
-if TYPE_CHECKING:
-    from .rendezvous import Peer
+from .rendezvous import Peer
 
 
 def visible_cards() -> list[str]:

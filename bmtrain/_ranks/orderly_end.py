@@ -15,12 +15,9 @@ import contextlib
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from .._C import Communicator
 from . import context as _context
-
-if TYPE_CHECKING:
-    from .._C import Communicator
 
 #: After an exception: it has been reported to the other ranks, which abort.
 _HASTY_SECONDS = 2.0

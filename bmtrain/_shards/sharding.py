@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .._C import FlatLayout, ReduceOp
 from .._ranks.collectives import all_gather
+from .._ranks.context import Group
 from ..global_var import context
-
-if TYPE_CHECKING:
-    from .._C import FlatLayout
-    from .._ranks.context import Group
 
 #: Parts of parameters outside blocks are sent in slots of a multiple of this, see [Note: Aligned slices] in
 #: csrc/shard/buffer_spec.h. They are sent in their own dtype.

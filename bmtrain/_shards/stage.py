@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from .._C import ReduceOp
+from .._C import Communicator, ReduceOp
+from .._ranks.context import Context, Group
 from .._ranks.groups import parts_of
 from .._ranks.messages import header_of, read_header
 from ..global_var import context
 from .sharding import ShardSpec, layout_with
-
-if TYPE_CHECKING:
-    from .._C import Communicator
-    from .._ranks.context import Context, Group
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._base.differentiable_once import differentiable_once
+from .._C import Work
+from .._ranks.context import Group
 from .._shards.stage import channel
 from ._sequences import Sequences, check_stamp
-
-if TYPE_CHECKING:
-    from .._C import Work
-    from .._ranks.context import Group
 
 
 class Rule(NamedTuple):

@@ -13,16 +13,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from .._C import Work
 from .._engine.engine import current_engine
+from .._ranks.context import Context, Group
 from ..global_var import context
-
-if TYPE_CHECKING:
-    from .._C import Work
-    from .._ranks.context import Context, Group
 
 
 class Method(str, Enum):

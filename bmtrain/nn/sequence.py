@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .._base.arguments import require_tensor
 from .._engine.engine import current_engine
 from .._engine.tokens import tokens_of_a_loss
+from .._ranks.context import Group
 from ..global_var import context
 from . import _intercept
 from ._divided_check import belong_to, check_call
 from ._sequences import Method, Sequences, set_current, whole_sequences
 from .functional import attention
-
-if TYPE_CHECKING:
-    from .._ranks.context import Group
 
 __all__ = ["shard_sequence", "token_mean", "whole_sequences"]
 

@@ -12,16 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .._C import lead_graphs_to
+from .._engine.block_state import BlockState
 from .._engine.engine import current_engine
 from ..global_var import config, context
-
-if TYPE_CHECKING:
-    from .._engine.block_state import BlockState
 
 
 def refuse_early_steps(with_loss_scale: bool) -> None:

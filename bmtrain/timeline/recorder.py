@@ -15,23 +15,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .._base.arguments import require_integer, require_path
 from .._C import ShardedBuffer
+from .._engine.block_state import BlockState
 from .._engine.engine import current_engine
 from .._engine.observer import Observer
+from .._engine.phase import Phase
 from .._ranks.context import current
 from ..global_var import context
 from .summary import Summary, summarize
 from .trace import Span, write_trace
-
-if TYPE_CHECKING:
-    from .._engine.block_state import BlockState
-    from .._engine.phase import Phase
 
 __all__ = ["Timeline", "record", "record_from_environment"]
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,13 +29,11 @@ from torch import Tensor
 from ...._base.host_memory import available_bytes
 from ...._base.tensors import gradient_of
 from ...._C import SentGradients, SentNumber, StagingLane, lead_graphs_to
+from ...._engine.block_state import BlockState
 from ...._engine.engine import current_engine
 from ...._ranks import context
+from ..._updates import Update
 from .references import gradients_are_unheld
-
-if TYPE_CHECKING:
-    from ...._engine.block_state import BlockState
-    from ..._updates import Update
 
 #: Largest share of the host memory free at the first step for page-locked copies of gradients.
 _SHARE_OF_HOST = 0.25

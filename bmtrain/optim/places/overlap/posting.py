@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...._C import OffloadUpdate
+from ...._engine.block_state import BlockState
 from ...._engine.pending import PendingUpdate, PendingUpdates
 from ...._ranks import context
 from ...._shards.at_rest import finish_update
 from ....parameter import DistributedParameter
+from ..._updates import Update
 from ...formulas import Part
 from ..place import zero_gradient
 from ..ranges import host_ranges
 from .ahead import SentAhead, SentBlock
 from .references import ArenaReferences, is_unwatched
 from .staging import Staging
-
-if TYPE_CHECKING:
-    from ...._engine.block_state import BlockState
-    from ..._updates import Update
 
 #: Number of elements of parameters outside blocks that form one unit.
 _OUTSIDE = 1 << 20

@@ -11,17 +11,15 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...._base.tensors import gradient_of, storage_references
+from ...._engine.block_state import BlockState
 from ..._arrays import MASTER
-
-if TYPE_CHECKING:
-    from ...._engine.block_state import BlockState
-    from ..._updates import Update
+from ..._updates import Update
 
 
 class ArenaReferences:
