@@ -140,6 +140,10 @@ class _TorchFolder(Source):
         self._stored = {str(told[-1]): name for name, told in models.items()}
         if len(self._stored) < max(len(models), 1):
             raise UnreadableFileError(f"{path}: expected the state dict of one model under the key 'model'")
+        keys = tuple({name.removesuffix(str(told[-1])) for name, told in models.items() if len(told) > 1})
+        for name in self._folder.values:
+            if name.startswith(keys):
+                raise UnreadableFileError(f"{path}: {name}: expected a model whose state is tensors only")
         self.table = {key: self._folder.places[name][:2] for key, name in self._stored.items()}
         self.ties, self.order = {}, list(self.table)
 

@@ -172,6 +172,46 @@ def test_damaged_sources_are_refused_and_nothing_appears(tmp_path: Path) -> None
     assert not (tmp_path / "out.pt").exists()
 
 
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage", "words"),
+    [
+        ("checkpoint", flip, "damaged at tensor model/a: .* checksum"),
+        ("dcp", lambda file: file.write_bytes(file.read_bytes()[:-300]), "damaged from model.b on"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(kind: str, damage: Any, words: str, tmp_path: Path) -> None:
+    torch.save({"a": torch.randn(200), "b": torch.randn(200)}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b", kind)
+    damage(max((tmp_path / "b").rglob("*.*"), key=lambda file: file.is_file() and file.stat().st_size))
+    with pytest.raises(UnreadableFileError, match=words):
+        convert(tmp_path / "b", tmp_path / "out.pt")
+    assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"optim": {"state": {"weight": torch.ones(2)}}}, "expected the state dict of one model"),
+        ({"a": {"model": {"w": torch.ones(2)}}, "b": {"model": {"w": torch.ones(2)}}}, "of one model"),
+        ({"model": {"w": torch.ones(2), "_extra_state": [1, 2]}}, "_extra_state: expected a model whose state is t"),
+    ],
+    ids=["none", "two", "other values"],
+)  # fmt: skip
+def test_a_folder_of_torch_without_one_model_of_tensors(
+    state: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    with pytest.raises(UnreadableFileError, match=words):
+        convert(tmp_path / "a", tmp_path / "b.pt")
+
+
 def entry(begin: int, end: int, *shape: int, dtype: str = "F32") -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
 
@@ -304,13 +344,15 @@ def test_a_conversion_that_fails_leaves_what_was_there_or_nothing(
         assert_same(torch.load(tmp_path / "kept.pt"), torch.load(tmp_path / "a.pt"))
 
 
+@pytest.mark.parametrize("options", [[], ["--max-shard-size", "12"]], ids=["one", "several"])
 @pytest.mark.parametrize(("target", "kind"), TARGETS)
 def test_weights_that_are_there_are_replaced_only_when_asked(
-    target: str, kind: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: str, kind: str | None, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    torch.save({"weight": torch.ones(3)}, tmp_path / "a.pt")
-    torch.save({"weight": torch.zeros(3)}, tmp_path / "other.pt")
+    torch.save({"weight": torch.ones(3), "bias": torch.ones(3)}, tmp_path / "a.pt")
+    torch.save({"weight": torch.zeros(3), "bias": torch.zeros(3)}, tmp_path / "other.pt")
     line = ["convert", str(tmp_path / "a.pt"), str(tmp_path / target), *(["--to", kind] if kind else [])]
+    line += options
     assert main(line) == 0
     with pytest.raises(FileExistsError, match="expected no weights there, found"):
         convert(tmp_path / "other.pt", tmp_path / target, kind)
