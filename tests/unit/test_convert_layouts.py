@@ -160,6 +160,13 @@ def test_projections_that_cannot_be_fused_or_divided(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "biases.pt")
     with pytest.raises(UnreadableFileError, match=r"no place for model.layers.\d.self_attn.\w_proj.bias"):
         convert(tmp_path / "biases.pt", tmp_path / "b.pt", layout="hf-llama-fused")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    for change in (lambda value: value.bfloat16(), lambda value: value[:, 1:]):
+        state = dict(make_hf("llama").state_dict())
+        state[name] = change(state[name])
+        torch.save(state, tmp_path / "mixed.pt")
+        with pytest.raises(UnreadableFileError, match="qkv_proj.weight: its parts differ in dtype or in the"):
+            convert(tmp_path / "mixed.pt", tmp_path / "b.pt", layout="hf-llama-fused")
     state = dict(make_hf("phi3").state_dict())
     state["model.layers.0.self_attn.qkv_proj.weight"] = torch.ones(41, 24)
     torch.save(state, tmp_path / "odd.pt")
