@@ -52,9 +52,15 @@ def test_each_rank_has_its_own_samples_in_another_order_each_epoch() -> None:
     assert in_order[1][0][1] == [11, 13, 15, 17, 19]
 
 
+def of_one_replica() -> list[int]:
+    """As an evaluation has it that each rank makes alone."""
+    return list(DistributedSampler(range(6), num_replicas=1, rank=0, shuffle=False))
+
+
 def test_a_sampler_of_torch_knows_the_ranks() -> None:
     one, two = run_ranks(2, of_torch, 1, 5)
     assert not set(chain(*one[0])) & set(chain(*two[0]))
+    assert run_ranks(2, of_one_replica) == [[0, 1, 2, 3, 4, 5]] * 2
 
 
 @pytest.mark.parametrize("init", [{"tp_size": 2}, {"pipe_size": 2}])
@@ -111,15 +117,22 @@ def test_goes_on_in_the_middle_of_an_epoch(stop: int, workers: int) -> None:
 
 
 def left_by_break() -> list[list[list[int]]]:
-    """Two loops: the first is left in its epoch, the second has the next epoch from its beginning."""
+    """Two loops: the first is left in its epoch, the second has the next epoch from its beginning.
+
+    A third is left too, before the loader goes back to where the first was left.
+    """
     batches = bmt.data.loader(range(SIZE - 1), 5, seed=3)  # the last samples fill no step
     first = [batch.tolist() for batch in islice(batches, 2)]
+    state = batches.state_dict()
     again = [batch.tolist() for batch in batches]
     assert (batches.epoch, batches.state_dict()["samples"]) == (2, 0)
     whole = bmt.data.loader(range(SIZE - 1), 5, seed=3)
     epochs = [[batch.tolist() for batch in whole] for _ in range(2)]
     assert len(epochs[0]) == len(whole) == (SIZE - 1) // 10
     assert (first, again) == (epochs[0][:2], epochs[1])
+    next(iter(batches))
+    batches.load_state_dict(state)
+    assert [batch.tolist() for batch in batches] == epochs[0][2:]
     return epochs
 
 
