@@ -119,7 +119,7 @@ class Head(bmt.DistributedModule):
         return losses.view(targets.shape).sum(1).mean() * share
 
 
-def train_pipeline(schedule: str, method: str) -> Run:
+def train_pipeline(schedule: str, method: str, packed: bool = False) -> Run:
     """Three clipped steps of a pipeline whose ranks divide sequences."""
     plain: Model = make_plain()
     front = bmt.BMTrainModelWrapper(torch.nn.ModuleList([plain.tokens, plain.positions]))
@@ -131,6 +131,10 @@ def train_pipeline(schedule: str, method: str) -> Run:
     optimizer = torch.optim.SGD([p for _, p in named], lr=0.1)
     manager.add_optimizer(optimizer)
     batch = batch_of(8, 19)
+    if packed:  # two documents in each sequence, of other lengths than in the others
+        batch["position_ids"] = torch.stack(
+            [torch.arange(19) - n * (torch.arange(19) >= n) for n in range(3, 18, 2)]
+        )
     for step in range(3):
         own = {
             name: value.chunk(bmt.config["dp_size"])[bmt.config["dp_rank"]] for name, value in batch.items()
@@ -159,6 +163,14 @@ def test_a_pipeline_trains_as_one_process(schedule: str, method: str) -> None:
         setattr(wanted, kind, {names.get(name, name): value for name, value in values.items()})
     init = {"sp_size": 2, "pipe_size": 2, "num_micro_batches": 3}
     for run in run_ranks(4, train_pipeline, schedule, method, init=init):
+        assert_same_run(run, wanted)
+
+
+@pytest.mark.parametrize(("schedule", "method"), [("1f1b", "ring"), ("zb1p", "heads")])
+def test_each_sequence_in_a_pipeline_has_its_own_documents(schedule: str, method: str) -> None:
+    [wanted] = run_ranks(1, train_pipeline, schedule, method, True)
+    init = {"sp_size": 2, "pipe_size": 2, "num_micro_batches": 3}
+    for run in run_ranks(4, train_pipeline, schedule, method, True, init=init):
         assert_same_run(run, wanted)
 
 

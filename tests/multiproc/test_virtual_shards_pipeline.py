@@ -89,8 +89,11 @@ def train(
         shards, losses = bmt.virtual_shards(step), []
         for shard in shards:
             losses.append(model(shard.of(batch)))
+            between = random.random(), torch.rand(1).item()
             manager.backward(losses[-1])
-            found.append((step, shard.index, losses[-1].item(), random.random(), torch.rand(1).item()))
+            found.append(
+                (step, shard.index, losses[-1].item(), *between, random.random(), torch.rand(1).item())
+            )
         norm = manager.clip_grad_norm(optimizer.param_groups, 0.5)
         manager.step()
         found.append((step, "end", shards.mean(losses).item(), norm.item(), manager.loss_scale))
