@@ -54,6 +54,7 @@ def attend(
     window: int | None,
     lengths: tuple[int, ...] = (24, 17),
     scale: float | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> float:
     """The largest error of the result and of three gradients, relative to each one's largest value."""
     torch.use_deterministic_algorithms(True)  # empty tensors are NaN: what has not arrived shows
@@ -76,7 +77,7 @@ def attend(
         def part(tensor: torch.Tensor, sequences: Sequences = sequences) -> torch.Tensor:
             return sequences.shard(tensor.detach().transpose(1, 2)).transpose(1, 2)
 
-        own = [part(tensor).float().requires_grad_() for tensor in whole]
+        own = [part(tensor).to(dtype).requires_grad_() for tensor in whole]
         if by_torch:
             got = F.scaled_dot_product_attention(
                 *own, is_causal=causal, scale=scale, enable_gqa=heads != queries
@@ -103,6 +104,12 @@ def test_attention_is_that_of_one_process(world: int, method: str) -> None:
                 arguments = (method, heads, causal, packed, heads == 1, None, (24, 17), scale)
                 worst = max(run_ranks(world, attend, *arguments, init={"sp_size": world}))
                 assert worst <= 1e-6, (*arguments, worst)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_attention_of_fp64_is_computed_in_fp64(method: str) -> None:
+    arguments = (method, 3, True, False, False, None, (24, 17, 7), None, torch.float64)
+    assert max(run_ranks(2, attend, *arguments, init={"sp_size": 2})) <= 1e-14
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -343,6 +350,19 @@ def test_accumulation_may_have_the_mean_over_all_tokens(world: int, sp_size: int
         assert_same_run(Run(gradients=found), wanted)
 
 
+def labels_as_they_are() -> None:
+    """Of a collate function that has shifted them, and perhaps left some out."""
+    ids = torch.arange(16).view(1, 16)
+    shifted = torch.where(ids % 3 == 0, -100, ids + 1)
+    part = bmt.shard_sequence({"input_ids": ids, "labels": ids, "shift_labels": shifted})
+    assert torch.equal(part["shift_labels"], shifted.chunk(2, dim=1)[bmt.rank()])
+    assert part["num_items_in_batch"].item() == 5.0  # of 10 tokens, on 2 ranks
+
+
+def test_labels_that_are_shifted_already_stay_as_they_are() -> None:
+    run_ranks(2, labels_as_they_are, init={"sp_size": 2})
+
+
 def batches() -> list[list[int]]:
     return [batch.tolist() for batch in bmt.data.loader(range(8), batch_size=2, shuffle=False)]
 
@@ -528,18 +548,19 @@ def test_tokens_of_other_documents_are_refused(world: int) -> None:
     run_ranks(world, other_documents, init={"sp_size": world})
 
 
-def stale() -> None:
+def stale(method: str) -> None:
     block = bmt.BMTrainModelWrapper(nn.ModuleList([Layer(32, 4, 2)]))[0]
     x = torch.randn(1, 8, 32, requires_grad=True)
-    bmt.shard_sequence({"inputs_embeds": torch.zeros(1, 16, 32)})
+    bmt.shard_sequence({"inputs_embeds": torch.zeros(1, 16, 32)}, method=method)
     out = block(x)
-    bmt.shard_sequence({"inputs_embeds": torch.zeros(1, 16, 32)})
+    bmt.shard_sequence({"inputs_embeds": torch.zeros(1, 16, 32)}, method=method)
     with pytest.raises(RuntimeError, match="backward\\(\\) before the next shard_sequence"):
         out.sum().backward()
 
 
-def test_recomputation_with_other_sequences_is_refused() -> None:
-    run_ranks(2, stale, init={"sp_size": 2})
+@pytest.mark.parametrize("method", METHODS)
+def test_recomputation_with_other_sequences_is_refused(method: str) -> None:
+    run_ranks(2, stale, method, init={"sp_size": 2})
 
 
 def sizes(**options: int) -> str:
