@@ -234,14 +234,17 @@ def test_a_flattened_optimizer_state_and_nested_keys_load(tmp_path: Path) -> Non
 def save_nested(folder: str) -> None:
     model, optimizer = make_ours("bmtrain")
     train(model, optimizer)
-    keys = {"model_key": "app.model", "optim_key": "app.optim"}
-    bmt.dcp.save(f"{folder}/app", model, optimizer, **keys)
-    other = make_ours("offload", seed=9)
-    bmt.dcp.load(f"{folder}/app", *other, **keys)
-    assert same(full_state(model, optimizer)[0], full_state(*other)[0])
-    assert same(
-        full_state(model, optimizer)[1]["state"][0]["exp_avg"], full_state(*other)[1]["state"][0]["exp_avg"]
-    )
+    expected = full_state(model, optimizer)
+    for name, keys in (
+        ("app", {"model_key": "app.model", "optim_key": "app.optim"}),
+        ("flat", {"model_key": ""}),
+    ):
+        bmt.dcp.save(f"{folder}/{name}", model, optimizer, **keys)
+        other = make_ours("offload", seed=9)
+        assert bmt.dcp.load(f"{folder}/{name}", *other, **keys) == ([], [])
+        found = full_state(*other)
+        assert same(expected[0], found[0])
+        assert same(expected[1]["state"][0]["exp_avg"], found[1]["state"][0]["exp_avg"])
 
 
 def torch_dcp_to_plain(folder: Path) -> State:
@@ -311,6 +314,45 @@ def test_torch_is_told_the_kind_of_weight_decay(is_decoupled: bool, tmp_path: Pa
     run_ranks(2, save_decay, str(tmp_path / "ours"), is_decoupled)
     for group in torch_dcp_to_plain(tmp_path / "ours")["optim"]["param_groups"]:
         assert group["decoupled_weight_decay"] is is_decoupled
+
+
+class Mixed(nn.Module):
+    """Layers in bf16 and in fp32, of which one parameter is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4)
+        self.high.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.high(self.low(x.bfloat16()).float())
+
+
+def save_mixed(folder: str) -> None:
+    """Without ``decoupled=`` our Adam decays the ones as AdamW, the others as Adam."""
+
+    def make(**options: Any) -> tuple[nn.Module, Any]:
+        model = bmt.BMTrainModelWrapper(Mixed())
+        optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.01, **options)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    saved, loaded = make(), make()
+    bmt.dcp.save(f"{folder}/plain", *saved)
+    bmt.dcp.load(f"{folder}/plain", *loaded)
+    assert same(full_state(*saved)[1], full_state(*loaded)[1])
+    with pytest.raises(ValueError, match="decays its 16-bit parameters as AdamW and its fp32 ones as Adam"):
+        bmt.dcp.save(f"{folder}/both", *make(weight_decay=0.1))
+    bmt.dcp.save(f"{folder}/decoupled", *make(weight_decay=0.1, decoupled=True))
+    with pytest.raises(ValueError, match="the optimizer's is not: make it with decoupled=True"):
+        bmt.dcp.load(f"{folder}/decoupled", *make(weight_decay=0.1))
+
+
+def test_parameters_of_two_dtypes_have_one_kind_of_weight_decay(tmp_path: Path) -> None:
+    run_ranks(2, save_mixed, str(tmp_path))
+    stored = torch_dcp_to_plain(tmp_path / "plain")["optim"]["state"]
+    assert stored.keys() == {"low.weight", "low.bias", "high.weight"}
 
 
 #: Sizes of runs, one after the other: ranks, further sizes, whether the layers are a pipeline.
@@ -523,6 +565,49 @@ def test_a_state_that_would_continue_with_another_formula_is_refused(
 ) -> None:
     run_ranks(2, save_by, str(tmp_path / "run"), options)
     assert expected in refused(tmp_path / "run")
+
+
+def in_a_group_of_its_own(optim: State) -> None:
+    [first, _] = optim["param_groups"]
+    optim["param_groups"].append({**first, "lr": 0.5, "params": [first["params"].pop()]})
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            lambda optim: optim["state"]["embed.weight"].update(exp_avg=torch.zeros(11, 1)),
+            "optim.state.embed.weight.exp_avg: expected shape (11, 6), as its parameter has, or (), got (11, 1)",
+        ),
+        (in_a_group_of_its_own, "has another lr in the checkpoint than the parameters before it"),
+    ],
+    ids=("shape", "groups"),
+)  # fmt: skip
+def test_a_state_that_fits_no_group_or_parameter_is_refused(
+    change: Callable[[State], None], expected: str, tmp_path: Path
+) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(groups(model), lr=0.01)
+    train(model, optimizer, 1)
+    state, optim = get_state_dict(model, optimizer)
+    change(optim)
+    torch_dcp.save({"model": state, "optim": optim}, checkpoint_id=tmp_path / "run", no_dist=True)
+    assert expected in refused(tmp_path / "run")
+
+
+def save_where_one_cannot_write(folder: str) -> str:
+    with pytest.raises(OSError) as caught:
+        bmt.dcp.save(folder, *make_ours("bmtrain"))
+    return str(caught.value)
+
+
+def test_a_save_that_fails_on_one_rank_leaves_no_files(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "__1_0.distcp" / "in the way").mkdir(parents=True)
+    for text in run_ranks(2, save_where_one_cannot_write, str(folder)):
+        assert "__1_0.distcp" in text
+    assert [path.name for path in folder.iterdir()] == ["__1_0.distcp"]
 
 
 def save_factored(folder: str) -> str:
