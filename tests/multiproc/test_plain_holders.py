@@ -96,21 +96,28 @@ def test_state_dicts_of_modules_that_the_library_has_not_met_are_whole(world):
 
 
 def renamed() -> None:
-    """A module whose own hook knows the names of older files."""
-    module = holder()
+    """A module whose own hooks, the one from before it was given shards, know the names of older files."""
+    State = dict[str, torch.Tensor]
+    module, shards = torch.nn.Linear(5, 3), holder()
 
-    def rename(module: torch.nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *_: object) -> None:
+    def rename(module: torch.nn.Module, state_dict: State, prefix: str, *_: object) -> None:
         state_dict[prefix + "weight"] = state_dict.pop(prefix + "kernel")
 
+    def rename_back(module: torch.nn.Module, state_dict: State, prefix: str, *_: object) -> None:
+        state_dict[prefix + "kernel"] = state_dict.pop(prefix + "weight").neg()
+
+    module.register_state_dict_post_hook(rename_back)
+    module.weight, module.bias = shards.weight, shards.bias
     module.register_load_state_dict_pre_hook(rename)
     root = torch.nn.Sequential(module)
     bmt.init_parameters(root)
     root.load_state_dict({"0.kernel": torch.full((3, 5), 4.0), "0.bias": torch.zeros(3)})
     assert torch.equal(module.weight.gather(), torch.full((3, 5), 4.0))
+    assert torch.equal(root.state_dict()["0.kernel"], torch.full((3, 5), -4.0))
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_hooks_that_rename_entries_come_first(world):
+def test_hooks_that_rename_entries_get_whole_tensors(world):
     run_ranks(world, renamed)
 
 

@@ -285,7 +285,34 @@ def own_names(path):
     assert bmt.load(loaded, path) == ([], [])
     assert all(isinstance(param, bmt.DistributedParameter) for param in loaded.parameters())
     for name, value in plain.state_dict().items():
-        assert torch.equal(saved[name], value) and torch.equal(loaded.state_dict()[name], value)
+        entry = loaded.state_dict()[name]
+        assert torch.equal(saved[name], value) and torch.equal(entry, value)
+        assert entry.untyped_storage().nbytes() == value.nbytes  # of which torch.save would write all
+
+
+class Unsaved(torch.nn.Linear):
+    """Cannot be saved."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        raise NotImplementedError("not saved")
+
+
+def after_a_save_that_failed():
+    torch.manual_seed(0)
+    model = bmt.BMTrainModelWrapper(torch.nn.Sequential(Unsaved(4, 4), torch.nn.ModuleList([Unsaved(4, 4)])))
+    for module in (model[0], model[1][0]):
+        before = list(module.parameters())
+        with pytest.raises(NotImplementedError, match="not saved"):
+            module.state_dict()
+        assert all(p is known for p, known in zip(module.parameters(), before, strict=True))
+    model[1][0](model[0](torch.ones(2, 4))).sum().backward()
+    assert all(p.grad.shape == p.shape for p in model.parameters())
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_a_save_that_fails_leaves_the_shards_in_their_places(world):
+    run_ranks(world, after_a_save_that_failed)
 
 
 def test_names_of_ones_own_survive_the_wrapper(tmp_path):
