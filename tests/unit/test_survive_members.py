@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bmtrain._survive.members import Address, Line, Meeting, Members
+from bmtrain._survive.members import Address, Line, Lost, Meeting, Members
 from bmtrain.errors import CommunicationError
 
 RANKS = 5
@@ -125,6 +125,22 @@ def connections_that_say_nothing_do_not_make_a_rank_look_lost(ranks: list[Member
         assert [call.result() for call in calls] == [meeting_of(0, 1, 2)] * 3
     for connection in silent:
         connection.close()
+
+
+@scenario
+def one_that_does_not_know_the_secret_is_not_let_in(ranks: list[Members]) -> None:
+    for message in (
+        {"do": "join", "secret": "guess", "address": ranks[1].own},
+        {"do": "probe", "epoch": 0, "rank": 1},
+        {"do": "report", "report": {}, "epoch": 0, "rank": 1, "secret": "guess"},
+        {"do": "report", "report": {}, "rank": 1, "secret": "secret"},
+    ):
+        line = Line.to(ranks[0].own)
+        line.send(message)
+        with pytest.raises(Lost):
+            line.receive(10.0)
+        line.close()
+    assert ranks[0].newcomer() is None and ranks[0]._arrived.empty()
 
 
 @scenario
