@@ -131,6 +131,60 @@ def refused_optimizers(folder: str) -> list[str]:
     return said
 
 
+def use_of_fabric(kind: str, folder: str) -> list[Any]:
+    """Errors, a schedule and a norm, by the strategy with shards or by Lightning's own."""
+    import lightning
+    from integrations import lightning_script
+
+    from bmtrain.integrations.lightning import BMTrainFabricStrategy
+
+    strategy: Any = BMTrainFabricStrategy() if kind == "sharded" else "auto"
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    fabric.launch()
+    torch.manual_seed(1)
+    net = lightning_script.Net()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.5))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    state: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "step": 7,
+        "more": 1,
+    }
+    fabric.backward(model(torch.ones(2, 5)).sum())
+    optimizer.step()
+    schedule.step()
+    fabric.save(f"{folder}/{kind}", state)
+    schedule.step()
+    del state["more"]
+    rest = fabric.load(f"{folder}/{kind}", state)
+    found: list[Any] = [rest["more"], schedule.last_epoch, schedule.get_last_lr(), state["step"]]
+    with pytest.raises(KeyError):
+        fabric.load(f"{folder}/{kind}", {**state, "other": 0})
+    found.append(fabric.load(f"{folder}/{kind}", {**state, "other": 0}, strict=False)["more"])
+    next(iter(model.parameters())).grad.fill_(torch.inf)
+    with pytest.raises(RuntimeError):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    found.append(fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False).item())
+    if kind == "sharded":
+        with pytest.raises(
+            ValueError, match="expected one model in a dict, got .'model', 'second'.; give each"
+        ):
+            fabric.save(f"{folder}/two", {"model": model, "second": torch.nn.Linear(1, 1)})
+        with pytest.raises(ValueError, match="expected no filter"):
+            fabric.save(f"{folder}/part", state, filter={"model": lambda name, value: True})
+    return found
+
+
+def test_fabric_keeps_the_rest_of_a_state_and_refuses_as_its_own_strategies(tmp_path: Path) -> None:
+    plain, sharded = (
+        run_ranks(1, use_of_fabric, kind, str(tmp_path), init=False, fresh=True)
+        for kind in ("plain", "sharded")
+    )
+    assert plain == sharded
+
+
 def refused_averaging(folder: str) -> str:
     from integrations import lightning_script
     from lightning.pytorch.callbacks import StochasticWeightAveraging

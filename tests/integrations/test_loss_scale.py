@@ -49,7 +49,7 @@ def train_by_two_optimizers(scaler: Any) -> list[tuple[float, ...]]:
     params = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
     optimizers = [torch.optim.SGD([p], lr=1.0) for p in params]
     seen = []
-    for bad in ((0,), (1,), (0, 1), (), (), ()):
+    for bad in ((0,), (1,), (0, 1), (), (), (), ()):
         for number, (p, optimizer) in enumerate(zip(params, optimizers, strict=True)):
             p.grad = torch.full_like(p, math.inf if number in bad else 3.0)
             scaler.step(optimizer)
