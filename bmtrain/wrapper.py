@@ -190,7 +190,10 @@ class _Conversion:
         if known is not None and known[0]() is param:
             return known[1]
         data = own_experts(param) if of_experts else param
-        made = DistributedParameter(data, requires_grad=param.requires_grad, ep_mode=of_experts)
+        try:
+            made = DistributedParameter(data, requires_grad=param.requires_grad, ep_mode=of_experts)
+        except TypeError as error:
+            raise TypeError(f"parameter {name}: {str(error).removeprefix('data: ')}") from None
         note_given(made, param)
         forget_if_written(made)
         made._take_hooks(param)
@@ -322,11 +325,16 @@ class _RecurrentWeights:
     @property
     def _flat_weights(self) -> list[Any]:
         names: list[str] = self.__dict__["_flat_weights_names"]
-        return [getattr(self, name) for name in names]
+        return [getattr(self, name, None) for name in names]  # None if a script has removed it
 
     @_flat_weights.setter
     def _flat_weights(self, value: Any) -> None:
         self.__dict__.pop("_flat_weights", None)
+
+    def __setattr__(
+        self, name: str, value: Any
+    ) -> None:  # without the change of the list, which would gather
+        torch.nn.Module.__setattr__(self, name, value)  # type: ignore[arg-type]
 
 
 class _OfTransformers:

@@ -160,6 +160,11 @@ class _Slot:
     kept: _Kept | None = None
 
 
+def _size_of(tensor: torch.Tensor) -> torch.Size | int:
+    """Returns its shape; the number of elements if it has none, as the rows that attention of jagged tensors saves."""
+    return tensor.numel() if tensor.is_nested and tensor.layout is torch.strided else tensor.shape
+
+
 class SavedTensors:
     """The tensors that one forward of a block saves for backward.
 
@@ -173,7 +178,7 @@ class SavedTensors:
         self._gradients = runtime.engine.gradients
         is_selective = runtime.policy.recompute is Recompute.SELECTIVE
         self._kept = KeptResults(self._in_gathered_buffer) if is_selective else None
-        self._saves: list[tuple[torch.Size, torch.dtype, int]] = []
+        self._saves: list[tuple[torch.Size | int, torch.dtype, int]] = []
         self._slots: list[weakref.ref[_Slot]] = []  # held by autograd
         self._num_filled = 0
         self.differs = self._is_recording = False
@@ -196,7 +201,7 @@ class SavedTensors:
         def pack(tensor: torch.Tensor) -> Any:
             if self._in_gathered_buffer(tensor):
                 return tensor
-            self._saves.append((tensor.shape, tensor.dtype, next_node_number() - first_node))
+            self._saves.append((_size_of(tensor), tensor.dtype, next_node_number() - first_node))
             if self._kept:
                 self._kept.note_need()
             self._slots.append(weakref.ref(slot := _Slot()))
@@ -236,7 +241,7 @@ class SavedTensors:
             self._gradients.sum_arrived()  # see [Note: One buffer of gradients] in reduction.h
             index = self._num_filled
             if not (stop_early and 0 < index == len(self._saves) and not self.differs):  # else caught before
-                save = (tensor.shape, tensor.dtype, next_node_number() - first_node)
+                save = (_size_of(tensor), tensor.dtype, next_node_number() - first_node)
                 self.differs |= self._saves[index : index + 1] != [save]
                 self._num_filled += 1
                 if not self.differs and (slot := self._slots[index]()) is not None:

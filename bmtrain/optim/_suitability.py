@@ -67,7 +67,7 @@ def adopt_optimizer(optimizer: Any) -> None:
         _warn_of_whole_tensors(type(optimizer))
     if any(map(wants_disk, parameters)):
         raise ValueError(f"BlockPolicy(optimizer='disk'): expected an optimizer of bmtrain.optim, got {name}")
-    if isinstance(optimizer, torch.optim.Optimizer):
+    if hasattr(optimizer, "_optimizer_state_dict_post_hooks"):  # not of a class that wraps another optimizer
         optimizer.register_load_state_dict_pre_hook(take_whole_state)
         optimizer.register_state_dict_post_hook(mark_rank)
 

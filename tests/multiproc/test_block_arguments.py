@@ -397,6 +397,36 @@ def test_iterators_that_can_be_read_only_once_are_refused() -> None:
     run_ranks(1, read_once)
 
 
+class Attending(torch.nn.Module):
+    """Fused attention, which saves nested tensors of strided layout where its arguments are jagged ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = (project(x).unflatten(-1, (2, 4)).transpose(1, 2) for project in self.qkv)
+        y = torch.nn.functional.scaled_dot_product_attention(*heads)
+        return x + y.transpose(1, 2).flatten(-2)
+
+
+def jagged_attention(recompute: str) -> None:
+    plain = Attending()
+    block = bmt.Block(
+        bmt.BMTrainModelWrapper(copy.deepcopy(plain)), policy=bmt.BlockPolicy(recompute=recompute)
+    )
+    for module in (plain, block):
+        rows = torch.nested.as_nested_tensor([torch.ones(n, 8) for n in (1, 3)], layout=torch.jagged)
+        module(rows).values().square().sum().backward()
+    for p, q in zip(plain.parameters(), block.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad.view_as(p))
+
+
+@pytest.mark.parametrize("recompute", ["off", "selective", "whole"])
+def test_attention_of_nested_tensors(recompute: str) -> None:
+    run_ranks(1, jagged_attention, recompute)
+
+
 def nested_rows(layout: torch.layout) -> list[str]:
     """Notes of the error that a Block raises for rows of unequal length, if it raises one."""
     block = bmt.Block(bmt.nn.Linear(4, 4))

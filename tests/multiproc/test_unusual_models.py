@@ -175,6 +175,10 @@ def check_refusals() -> None:
     with pytest.raises(TypeError, match="requires_grad=False"):
         bmt.DistributedParameter(torch.ones(3).to(torch.float8_e4m3fn))
     bmt.DistributedParameter(torch.ones(3, dtype=torch.complex64), requires_grad=False)
+    spectral = nn.Module()
+    spectral.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(TypeError, match="parameter Module.weight: expected a real dtype"):
+        bmt.BMTrainModelWrapper(spectral)
     with pytest.raises(ValueError, match="max_norm"):
         bmt.BMTrainModelWrapper(nn.Embedding(4, 3, max_norm=1.0))
     with pytest.raises(ValueError, match="'weight' of shape unknown is a UninitializedParameter"):

@@ -319,6 +319,48 @@ def check_small_modules() -> None:
     assert "__init_subclass__" in vars(Plugin) and "__init_subclass__" not in vars(NamedPlugin)
 
 
+class WeightDrop(nn.Module):
+    """Drops recurrent weights, as AWD-LSTM does: computed tensors take the places of parameters of the network."""
+
+    def __init__(self, network: nn.RNNBase) -> None:
+        super().__init__()
+        self.raw = nn.Parameter(network.weight_hh_l0.data)
+        del network.weight_hh_l0
+        network.weight_hh_l0 = self.raw.detach()
+        self.network = network
+        self.mask = torch.ones(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.network.weight_hh_l0 = self.raw * self.mask
+        return self.network(x)[0]
+
+
+def check_dropped_weights(as_blocks: bool) -> None:
+    layers = [WeightDrop(kind(4, 4)) for kind in (nn.LSTM, nn.GRU, nn.RNN)]
+    plain = nn.Sequential(*layers)
+    copied = copy.deepcopy(layers)
+    wrapped = bmt.BMTrainModelWrapper(nn.ModuleList(copied) if as_blocks else nn.Sequential(*copied))
+    for _ in range(2):
+        mask = (torch.rand(4) < 0.5).float()
+        outputs = []
+        for model in (plain, wrapped):
+            x = torch.linspace(-1, 1, 24).view(2, 3, 4)
+            for layer in model:
+                layer.mask = mask
+                x = layer(x)
+            x.sum().backward()
+            outputs.append(x)
+        assert torch.equal(*outputs)
+    scale = bmt.world_size()  # each rank adds its gradients
+    for p, q in zip(plain.parameters(), wrapped.parameters(), strict=True):
+        torch.testing.assert_close(q.gather_grad(), p.grad * scale)
+
+
+@pytest.mark.parametrize("as_blocks", [False, True])
+def test_recurrent_networks_with_computed_weights(as_blocks: bool) -> None:
+    run_ranks(2, check_dropped_weights, as_blocks)
+
+
 def test_containers_in_lists_and_modules_that_are_distributed_already():
     run_ranks(2, check_containers)
 

@@ -103,6 +103,39 @@ def test_an_optimizer_is_added_once() -> None:
         manager.add_optimizer(optimizer)
 
 
+class SlowWeights(torch.optim.Optimizer):
+    """Wraps another optimizer without a call of `torch.optim.Optimizer.__init__`, as some forms of Lookahead do."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+
+def test_an_optimizer_that_wraps_another_one() -> None:
+    p = torch.nn.Parameter(torch.ones(2))
+    manager = OptimManager()
+    manager.add_optimizer(SlowWeights(torch.optim.SGD([p], lr=0.5, momentum=0.9)))
+    p.grad = torch.ones(2)
+    manager.step()
+    assert p.tolist() == [0.5, 0.5]
+    manager.load_state_dict(manager.state_dict())
+    manager.zero_grad()
+    manager.step()  # by the momentum
+    assert p.tolist() == pytest.approx([0.05, 0.05])
+
+
 def test_an_owned_scale_gives_way_and_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bmt._base.deprecate, "_seen", set())
     optimizer = torch.optim.SGD(parameters(), lr=0.1)
