@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
@@ -40,11 +41,14 @@ def measure_machine(
         tier_directories: as for :func:`measure_ranks`.
 
     Raises:
-        ValueError: fewer than one rank.
+        ValueError: fewer than one rank, or a folder that does not exist.
         OSError: a rank failed; the error contains its output.
     """
     if num_ranks < 1:
         raise ValueError(f"devices: expected at least 1, got {num_ranks}")
+    for directory in tier_directories:
+        if not Path(directory).is_dir():
+            raise ValueError(f"--tier-directory: expected a folder that exists, got {directory!r}")
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "bmtrain.plan.calibrate", _name(dtype), *tier_directories],

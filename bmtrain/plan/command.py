@@ -44,6 +44,15 @@ EPILOG = """examples:
 inputs: (model, input, ...)."""
 
 
+_NUMBERS = ("layers", "dim", "heads", "dim_head", "vocab")
+_DEFAULTS = {
+    "layers": 24,
+    "dim": 2048,
+    "heads": 16,
+    "vocab": 50257,
+    "machine": "a100-80gb",
+    "schedule": "gpipe",
+}
 _Group: TypeAlias = "argparse._ArgumentGroup"  # argparse has no other name for it
 
 
@@ -59,11 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(model: _Group) -> None:
-    model.add_argument("--layers", type=int, default=24, help="number of layers")
-    model.add_argument("--dim", type=int, default=2048, help="width")
-    model.add_argument("--heads", type=int, default=16, help="attention heads")
+    model.add_argument("--layers", type=int, default=_DEFAULTS["layers"], help="number of layers")
+    model.add_argument("--dim", type=int, default=_DEFAULTS["dim"], help="width")
+    model.add_argument("--heads", type=int, default=_DEFAULTS["heads"], help="attention heads")
     model.add_argument("--dim-head", type=int, help="width of a head (default: dim / heads)")
-    model.add_argument("--vocab", type=int, default=50257, help="size of the vocabulary")
+    model.add_argument("--vocab", type=int, default=_DEFAULTS["vocab"], help="size of the vocabulary")
     model.add_argument("--seq", type=int, help="tokens per sample (default: 1024)")
     model.add_argument("--config", type=Path, help="a Hugging Face config.json instead")
     model.add_argument("--module", metavar="FILE:FUNCTION", help="a module instead, see below")
@@ -76,7 +85,7 @@ def _add_model(model: _Group) -> None:
 
 
 def _add_machine(machine: _Group) -> None:
-    machine.add_argument("--machine", default="a100-80gb", metavar="NAME", help=", ".join(MACHINES))
+    machine.add_argument("--machine", default=_DEFAULTS["machine"], metavar="NAME", help=", ".join(MACHINES))
     machine.add_argument(
         "--here", action="store_true", help="measure this machine with --devices ranks (default: 2) instead"
     )
@@ -87,7 +96,8 @@ def _add_machine(machine: _Group) -> None:
         action="append",
         default=[],
         metavar="FIELD=NUMBER",
-        help="replace a number of the machine, e.g. network_bandwidth=25e9; may be repeated",
+        help="replace a number of the machine (bytes, bytes/s, FLOP/s, s), e.g. network_bandwidth=25e9; "
+        "may be repeated",
     )
 
 
@@ -166,7 +176,9 @@ def _add_ranks(policy: _Group) -> None:
     policy.add_argument("--sp", type=int, default=1, help="ranks that divide a sequence, by heads")
     policy.add_argument("--ep", type=int, default=1, help="ranks that hold the experts of a layer together")
     policy.add_argument("--pipe", type=int, default=1, help="pipeline stages")
-    policy.add_argument("--schedule", choices=SCHEDULES, default="gpipe", help="pipeline schedule")
+    policy.add_argument(
+        "--schedule", choices=SCHEDULES, default=_DEFAULTS["schedule"], help="pipeline schedule"
+    )
     policy.add_argument(
         "--num-micro-batches",
         type=int,
@@ -195,7 +207,7 @@ def _add_output(output: _Group) -> None:
         "--scale",
         type=Path,
         metavar="DIR",
-        help="draw scaling curves from 1 to 4,096 devices of --machine instead",
+        help="draw scaling curves from 1 to 4,096 devices of --machine in this folder instead",
     )
     output.add_argument(
         "--fit", action="store_true", help="with --published: fit its two constants again (15 s)"
@@ -214,6 +226,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    _refuse_unused(arguments)
     if arguments.published:
         fit = fit_constants() if arguments.fit else FITTED
         cells = compare(fit)
@@ -221,8 +234,12 @@ def _run(arguments: argparse.Namespace) -> int:
         _write(arguments.json, {"fit": dataclasses.asdict(fit), "cells": [vars(cell) for cell in cells]})
         return 0
     if arguments.scale is not None:
-        _refuse_model(arguments)
-        drawn = draw_scale(arguments.scale, _machine(arguments))
+        machine = _machine(arguments)
+        if not arguments.scale.is_dir():
+            raise ValueError(
+                f"--scale: expected a folder that exists, for the pictures, got {str(arguments.scale)!r}"
+            )
+        drawn = draw_scale(arguments.scale, machine)
         print("\n".join(drawn) if columns() is None else _aligned(drawn))
         return 0
     model, micro_batch = _model(arguments)
@@ -256,15 +273,27 @@ def _policy(arguments: argparse.Namespace, micro_batch: int) -> TrainingPolicy:
     return TrainingPolicy(**choices)
 
 
-def _refuse_model(arguments: argparse.Namespace) -> None:
-    """Refuses options of the model with --scale, which draws predefined models."""
-    defaults = {"layers": 24, "dim": 2048, "heads": 16, "vocab": 50257}
-    options = (*defaults, "dim_head", "seq", "config", "module", "dtype", "micro_batch")
-    given = [
-        f"--{name.replace('_', '-')}" for name in options if getattr(arguments, name) != defaults.get(name)
-    ]
-    if given:
-        raise ValueError(f"--scale: draws models of its own (1.3B to 1T); leave out {', '.join(given)}")
+def _refuse_unused(arguments: argparse.Namespace) -> None:
+    """Refuses options without an effect beside others: the plan would not be of what they say."""
+    model = (*_NUMBERS, "seq", "config", "module", "dtype", "micro_batch")
+    machine = ("machine", "here", "nodes", "devices", "set")
+    for applies, reason, names in (
+        (arguments.published, "--published: has its own model and machine", (*model, *machine, "scale")),
+        (arguments.scale is not None, "--scale: draws models of its own (1.3B to 1T)", (*model, "json")),
+        (arguments.config is not None, "--config: has the numbers of the model", (*_NUMBERS, "module")),
+        (arguments.module is not None, "--module: builds the model and its inputs", (*_NUMBERS, "seq")),
+        (arguments.here, "--here: measures this machine", ("machine", "nodes")),
+        (not arguments.published, "without --published", ("fit",)),
+        (arguments.pipe == 1, "without --pipe", ("schedule", "num_micro_batches")),
+    ):
+        given = [f"--{name.replace('_', '-')}" for name in names if _is_given(arguments, name)]
+        if applies and given:
+            raise ValueError(f"{reason}; leave out {', '.join(given)}")
+
+
+def _is_given(arguments: argparse.Namespace, name: str) -> bool:
+    value = getattr(arguments, name)
+    return value not in (None, False, []) and value != _DEFAULTS.get(name)
 
 
 def _aligned(markdown: Sequence[str]) -> str:
@@ -315,10 +344,14 @@ def _machine(arguments: argparse.Namespace, dtype: torch.dtype | None = None) ->
         if name not in numbers:
             raise ValueError(f"--set: expected one of {', '.join(sorted(numbers))}, got {name!r}")
         try:
-            replacement: dict[str, Any] = {name: float(value)}
+            number = float(value)
+        except ValueError:
+            raise ValueError(f"--set {change}: expected FIELD=NUMBER, such as {name}=25e9") from None
+        try:
+            replacement: dict[str, Any] = {name: number}
             machine = dataclasses.replace(machine, **replacement)
         except ValueError as error:
-            raise ValueError(f"--set {change}: {error if value else 'expected FIELD=NUMBER'}") from None
+            raise ValueError(f"--set {change}: {error}") from None
     return machine
 
 

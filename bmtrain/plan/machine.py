@@ -73,6 +73,11 @@ class Machine:
             require_number(name, getattr(self, name))
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}: expected more than 0, got {getattr(self, name)}")
+        require_number("reserved", self.reserved)
+        if not self.memory > self.reserved:
+            raise ValueError(
+                f"memory: expected more bytes than the {self.reserved:.0f} of reserved, got {self.memory:.0f}"
+            )
         require_number("efficiency", self.efficiency)
         if not 0 < self.efficiency <= 1:
             raise ValueError(f"efficiency: expected more than 0 and at most 1, got {self.efficiency}")

@@ -47,7 +47,7 @@ def format_seconds(seconds: float) -> str:
 
 def _row(name: str, text: str, share: float) -> str:
     bar = "#" * min(_BAR, round(share * _BAR))
-    return f"  {name:<24}{text:>12}  {bar:<{_BAR}}{share:>7.1%}"
+    return f"  {name:<24}{text:>12}  {bar:<{_BAR}} {share:>6.1%}"
 
 
 def _label(name: str) -> str:

@@ -75,7 +75,7 @@ def draw_scale(directory: Path, machine: Machine | None = None) -> list[str]:
     """Draws the pictures and makes the table of ``docs/explanation/scale.md``.
 
     Args:
-        directory: where ``scale-mfu.png`` and ``scale-parts.png`` are written.
+        directory: existing or new, where ``scale-mfu.png`` and ``scale-parts.png`` are written.
         machine: the nodes; default: eight H100 a node.
 
     Returns:

@@ -57,7 +57,7 @@ def choose_policy(
                     best = found
                 if not is_full:
                     break  # a larger share on the host is slower, unless it makes room for a larger batch
-    if best is None and _may_move(base, machine):
+    if best is None and base.parameters == "device" and _may_move(base, machine):
         moved = (choose_policy(model, machine, policy) for _, policy in _moved(replace(base, level=3)))
         return next((plan for plan in moved if plan is not None), None)
     return best
@@ -65,7 +65,7 @@ def choose_policy(
 
 def _may_move(policy: TrainingPolicy, machine: Machine) -> bool:
     """Whether blocks can move to the host, at level 2 or 3."""
-    return policy.parameters == "device" and not (machine.shares_memory or policy.survive)
+    return not (machine.shares_memory or policy.survive)
 
 
 def _moved(policy: TrainingPolicy) -> Iterator[tuple[str, TrainingPolicy]]:
@@ -148,7 +148,8 @@ def remedies(plan: Plan) -> list[str]:
     found, kinds = [], set()
     changes = list(_changes(plan.policy))
     if plan.policy.level >= 2 and _may_move(plan.policy, plan.machine):
-        changes += _moved(plan.policy)
+        share = plan.policy.host_share if plan.policy.parameters == "host" else 0
+        changes += [(change, policy) for change, policy in _moved(plan.policy) if policy.host_share > share]
     for change, policy in changes:
         kind = change.rpartition("(")[2].split()[0]
         if kind not in kinds and estimate(plan.model, plan.machine, policy).fits:

@@ -494,7 +494,12 @@ def test_blocks_are_on_the_host_where_nothing_else_fits() -> None:
     model, machine = gpt2(6, 16384, 128), MACHINES["a100-80gb"].with_devices(1)
     plan = estimate(model, machine, TrainingPolicy(offload=1.0))
     assert not plan.fits
-    assert "50% of the blocks on the host (--host-share 0.5)" in remedies(plan)
+    for less in (
+        plan,
+        estimate(model, machine, TrainingPolicy(offload=1.0, parameters="host", host_share=0.25)),
+    ):
+        assert not less.fits
+        assert "50% of the blocks on the host (--host-share 0.5)" in remedies(less)
     on_drives = estimate(model, machine, TrainingPolicy(disk=("optimizer", "parameters"), disk_share=0.1))
     assert "blocks on the host (--parameters host)" in remedies(on_drives)
     chosen = choose_policy(model, machine)
@@ -784,8 +789,9 @@ def test_this_machine_is_measured_in_what_blocks_compute_in(
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(CONFIG))
     monkeypatch.setattr("bmtrain.plan.command.measure_machine", measure)
-    main(["plan", "--here", "--devices", "4", "--layers", "2", "--dim", "64", *options])
-    main(["plan", "--here", "--layers", "2", "--dim", "64", *options, "--disk", "--tier-directory", "a"])
+    model = [] if "--config" in options else ["--layers", "2", "--dim", "64"]
+    main(["plan", "--here", "--devices", "4", *model, *options])
+    main(["plan", "--here", *model, *options, "--disk", "--tier-directory", "a"])
     assert asked == [(4, dtype, []), (2, dtype, ["a"])]
 
 
@@ -799,6 +805,21 @@ def test_this_machine_is_measured_in_what_blocks_compute_in(
         (["--module", "/nowhere/model.py:build"], "of a file that exists"),
         (["--dim", "100", "--heads", "3"], "expected a divisor of dim_model = 100, got 3"),
         (["--scale", "nowhere", "--layers", "4"], "models of its own (1.3B to 1T); leave out --layers"),
+        (["--scale", "64"], "--scale: expected a folder that exists, for the pictures, got '64'"),
+        (["--scale", ".", "--json", "a"], "leave out --json"),
+        (["--set", "network_bandwidth=25GB"], "expected FIELD=NUMBER, such as network_bandwidth=25e9"),
+        (["--set", "memory=80"], "memory: expected more bytes than the 1610612736 of reserved, got 80"),
+        (["--published", "--dim", "64", "--machine", "h100-80gb"], "leave out --dim, --machine"),
+        (
+            ["--config", "config.json", "--layers", "4"],
+            "--config: has the numbers of the model; leave out --layers",
+        ),
+        (["--module", "a.py:f", "--seq", "64"], "leave out --seq"),
+        (["--here", "--nodes", "4"], "--here: measures this machine; leave out --nodes"),
+        (["--here", "--disk", "--tier-directory", "/nowhere"], "a folder that exists, got '/nowhere'"),
+        (["--fit"], "without --published; leave out --fit"),
+        (["--num-micro-batches", "4"], "without --pipe; leave out --num-micro-batches"),
+        (["--schedule", "1f1b"], "without --pipe; leave out --schedule"),
         (["--tp", "3"], "multiple of tp_size"),
     ],
 )
