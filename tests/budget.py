@@ -24,7 +24,7 @@ PYTHON = {
     "files": ("_files dcp distributed store weights", 4676),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_286),
     "survive": ("_survive survive", 2759),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 13_970),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 14_013),
 }
 CORE = {
     "bindings": (". bindings ops", 1429),
