@@ -196,6 +196,18 @@ def overflow_of_one_expert() -> None:
     assert all(torch.equal(full_value(param), before[name]) for name, param in model.named_parameters())
 
 
+def route_bf16() -> None:
+    layer = bmt.nn.MoE(dim=16, hidden_dim=8, num_experts=4, dtype=torch.bfloat16)
+    bmt.init_parameters(layer)
+    x = torch.randn(6, 16).bfloat16()
+    weight = layer.state_dict()["router.weight"]
+    assert torch.equal(layer(x)[1], torch.nn.functional.linear(x.float(), weight.float()))
+
+
+def test_a_router_of_bf16_computes_in_fp32() -> None:
+    run_ranks(2, route_bf16)
+
+
 def test_an_overflow_of_one_expert_skips_the_step_on_all_ranks() -> None:
     run_ranks(2, overflow_of_one_expert, init={"ep_size": 2})
 
