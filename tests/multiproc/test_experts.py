@@ -197,8 +197,8 @@ def overflow_of_one_expert() -> None:
 
 
 def route_bf16() -> None:
-    layer = bmt.nn.MoE(dim=16, hidden_dim=8, num_experts=4, dtype=torch.bfloat16)
-    bmt.init_parameters(layer)
+    layer = bmtrain.nn.MoE(dim=16, hidden_dim=8, num_experts=4, dtype=torch.bfloat16)
+    bmtrain.init_parameters(layer)
     x = torch.randn(6, 16).bfloat16()
     weight = layer.state_dict()["router.weight"]
     assert torch.equal(layer(x)[1], torch.nn.functional.linear(x.float(), weight.float()))
