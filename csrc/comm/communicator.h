@@ -200,7 +200,7 @@ class Communicator {
   /// Work::wait itself raises.
   [[nodiscard]] virtual std::string failure() const { return {}; }
 
-  /// Makes every operation, pending or later, fail with `reason`; never blocks.
+  /// Makes every operation, pending or later, fail with `reason`; never blocks. After close() too.
   virtual void abort(const std::string& reason) = 0;
   /// Later operations raise StateError. Never blocks, may be called twice.
   virtual void close() = 0;

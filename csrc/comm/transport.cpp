@@ -20,7 +20,7 @@ const char* name_of(Op op) {
 }
 
 bool Standing::abort(const std::string& why) {
-  if (!is_open()) {
+  if (is_aborted) {
     return false;
   }
   is_aborted = true;

@@ -32,7 +32,7 @@ struct Standing {
   std::string reason;  // of the abort; the first one counts
 
   [[nodiscard]] bool is_open() const { return !is_closed && !is_aborted; }
-  /// False if it was closed or aborted before.
+  /// False if it was aborted before. What was closed is aborted for the operations that are still under way.
   bool abort(const std::string& why);
   /// Raises CommunicationError if aborted, else StateError; `what` names the operation that was refused.
   [[noreturn]] void refuse(const std::string& what) const;

@@ -324,6 +324,20 @@ def test_failures_at_the_end_are_silent(fake: ctypes.CDLL, call: str, result: in
     del ranks, comm
 
 
+@pytest.mark.parametrize("aborts", [True, False])
+def test_what_a_closed_communicator_had_under_way_has_no_result(fake: ctypes.CDLL, aborts: bool) -> None:
+    """Whether it is aborted then, or ends when it has waited long enough."""
+    comm, _ = Ranks(2).comms  # rank 1 never takes part
+    work = comm.all_gather(torch.zeros(8), torch.zeros(4))
+    comm.close()
+    if aborts:
+        comm.abort("it is enough")
+    else:
+        assert comm.settle(60)
+    with pytest.raises(CommunicationError, match="enough" if aborts else "closed before this had ended"):
+        work.wait()
+
+
 def test_errors_that_come_later(fake: ctypes.CDLL) -> None:
     ranks = Ranks(2)
     fake.fake_stuck(1, 0)

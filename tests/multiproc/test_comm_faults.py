@@ -197,6 +197,38 @@ def test_abort(transport: str) -> None:
     assert "rank 0" in messages[1]
 
 
+def abort_after_close(waits: bool) -> list[str]:
+    import threading
+
+    comm = bmtrain.config["comm"].inner
+    comm.barrier()
+    if comm.rank == 0:
+        works = [comm.recv(torch.empty(4), 1), comm.all_gather(torch.empty(8), torch.ones(4))]
+        comm.close()
+        abort = threading.Thread(target=lambda: (time.sleep(0.3 * waits), comm.abort("it is enough")))
+        abort.start()
+        if not waits:
+            abort.join()
+    else:
+        works = [comm.recv(torch.empty(4), 0)]
+    messages = []
+    for work in works:
+        with pytest.raises(CommunicationError) as error:
+            work.wait()
+        messages.append(str(error.value))
+    return messages
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_abort_of_a_closed_communicator(transport: str, waits: bool) -> None:
+    """Ends what is under way at once."""
+    messages = run_ranks(2, abort_after_close, waits, fresh=True, environment=over(transport))
+    assert [len(of_rank) for of_rank in messages] == [2, 1]
+    assert all("it is enough" in message for message in messages[0])
+    assert "rank 0" in messages[1][0].split(":", 1)[1]
+    assert "timed out" not in messages[1][0]
+
+
 @pytest.mark.parametrize("numel", LEFT)
 def test_a_rank_may_leave_after_its_last_collective(
     numel: int, transport: str, waiting: dict[tuple[str, int], list[Outcome]]

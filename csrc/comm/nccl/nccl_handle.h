@@ -33,6 +33,7 @@ struct NcclLink::Handle {
       retire_quietly();
     }
     if (ending != nullptr && !(gracefully && lock.owns_lock() && finalize(ending))) {
+      is_cut = true;
       (void)library->call().CommAbort(ending);
     }
     if (unfinished != nullptr) {
@@ -94,7 +95,8 @@ struct NcclLink::Handle {
   const std::shared_ptr<NcclLibrary> library;
   std::timed_mutex mutex;  // one thread at a time calls NCCL; protects all below, and more of the link
   nccl::Comm comm = nullptr;
-  std::shared_ptr<Handle> part;  // of a split under way: NCCL writes its communicator when it has made it
+  std::atomic<bool> is_cut = false;  // what was under way then is not over, see nccl_link.h
+  std::shared_ptr<Handle> part;      // of a split under way: NCCL writes its communicator when it has made it
   std::deque<NcclOperationPtr> pending;
   std::vector<std::vector<at::Tensor>> over;  // of completed operations, for a caller to drop
   // At its end what is being launched; before it launches that failed half-way, whose tensors NCCL may use

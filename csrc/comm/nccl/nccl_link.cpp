@@ -248,8 +248,8 @@ void NcclLink::end_group() {
 void NcclLink::wait(NcclOperation& operation) {
   std::vector<at::Tensor> dropped;
   const std::unique_lock lock(handle_->mutex);
-  BMT_CHECK(CommunicationError, !aborted_ || operation.is_over, describe(operation),
-            ": the communicator was aborted: ", reason());
+  BMT_CHECK(CommunicationError, !(aborted_ || handle_->is_cut) || operation.is_over, describe(operation),
+            ": the communicator was ", aborted_ ? "aborted: " + reason() : "closed before this had ended");
   BMT_CHECK(StateError, operation.done, describe(operation), ": its group has not ended yet");
   const std::int64_t current = runtime_->current_stream();
   operation.done->block(current);
@@ -363,7 +363,7 @@ std::string NcclLink::find_failure() {
 void NcclLink::abort(const std::string& reason) {
   {
     const Lock lock(reason_mutex_);
-    if (has_ended()) {
+    if (aborted_) {
       return;
     }
     reason_ = reason;

@@ -18,7 +18,7 @@
 //
 // [Note: Operations that an abort ends]
 // Abort makes kernels leave that wait in vain, so that their events happen, over data that never came. An
-// operation counts as complete only if that was seen before.
+// operation counts as complete only if that was seen before. A close that takes too long ends like that too.
 #pragma once
 
 #include <ATen/core/Tensor.h>
