@@ -179,6 +179,9 @@ std::vector<at::Tensor> Reduction::slices() const {
   const std::int64_t partition = spec_.layout.partition();
   if (peer_slices_) {
     for (const void* const slice : peer_slices_->by_rank) {
+      if (slice == nullptr) {
+        return {};  // after a void operation
+      }
       slices.push_back(at::from_blob(const_cast<void*>(slice), {partition},
                                      at::TensorOptions().dtype(spec_.reduce_dtype)));
     }

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Status, at_once, rank_outcomes, run_ranks
+from harness import Status, at_once, large_blocks, rank_outcomes, run_ranks
 
 import bmtrain as bmt
 from bmtrain._ranks import context as _context
@@ -337,6 +337,36 @@ def test_a_clip_by_the_largest_magnitude_runs_again():
     kept = [outcome.value for outcome in outcomes if outcome.status is Status.RETURNED]
     assert [size for *_, size in kept] == [3] * 3, "\n".join(map(str, outcomes))
     assert all(of_rank == told and same_bits(bits, values) for of_rank, bits, _ in kept)
+
+
+def train_large(dies: bool) -> tuple[list[float], int]:
+    """With ``dies`` a rank ends in a backward, when the others have sent it gradients where it would read them."""
+    model = large_blocks.model_of(2)
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    for step in bmt.survive.steps(3):
+        manager.zero_grad()
+        for shard in bmt.virtual_shards(step):
+            if dies and (bmt.rank(), bmt.world_size(), step) == (1, 3, 1):
+                weight = next(model[1].parameters())
+                weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            x = shard.of(torch.randn(12, large_blocks.DIM, generator=torch.Generator().manual_seed(step)))
+            manager.backward(model(x).square().mean())
+        manager.step()
+    return [p.gather().double().sum().item() for p in model.parameters()], bmt.world_size()
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_gradients_that_a_lost_rank_never_sent(transport):
+    run = partial(rank_outcomes, 3, train_large, init={"virtual_shards": 6, "survive": 1}, fresh=True)
+    [expected, *_], found = (
+        run(dies, environment={"BMTRAIN_CPU_TRANSPORT": transport}) for dies in (False, True)
+    )
+    assert found[1].status is Status.DIED
+    for outcome in (found[0], found[2]):
+        assert outcome.status is Status.RETURNED, outcome
+        assert outcome.value == (expected.value[0], 2)
 
 
 #: Policies of Blocks whose shards other ranks hold too, and the first two faults of a job.
