@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 from .block_state import BlockState
 from .engine import Engine
 from .phase import Phase
@@ -41,3 +44,14 @@ def drop_gradients(block: BlockState) -> None:
     if block.defers:
         block.defers = False
         block.cancel_backward(list(block.unsent))
+
+
+@contextmanager
+def all_or_none(blocks: Sequence[BlockState]) -> Iterator[None]:
+    """Context manager for a backward of several blocks, which drops the gradients that they deferred if it fails."""
+    try:
+        yield
+    except BaseException:
+        for block in blocks:
+            drop_gradients(block)
+        raise

@@ -30,7 +30,7 @@ from .._shards.stage import hand_out, hand_out_batches, share_shape
 from ..global_var import context, num_losses
 from ..parameter import DistributedParameter
 from .engine import current_engine
-from .held import drop_gradients
+from .held import all_or_none, drop_gradients
 from .pipe_arguments import PipeArguments
 from .pipe_pass import Pass, Plan, run_as_node
 from .reads import Reads, Scope
@@ -242,8 +242,9 @@ class LossCall:
             with self._modes.restored(), torch.enable_grad():
                 self._modes.context().run(self._run, seed)
         self._memory.seed = seed
-        for state in reversed(self._states):
-            self._engine.gradients.send_deferred(state)
+        with all_or_none(self._states):
+            for state in reversed(self._states):
+                self._engine.gradients.send_deferred(state)
         return self._gradients
 
     def _begin(self) -> None:

@@ -20,7 +20,7 @@ from .._ranks.agree import largest
 from .._shards.stage import collect_batches, hand_out_batches
 from ..global_var import context
 from .engine import current_engine
-from .held import hold, let_go
+from .held import all_or_none, hold, let_go
 from .pipe_arguments import PipeArguments
 from .pipe_pass import Alive, Pass, Plan, run_as_node
 from .pipe_recording import StageRecordings
@@ -170,11 +170,13 @@ class PipelineCall(Pass):
 
     def _run_backward(self, reached: int, keep_graph: bool) -> None:
         """This stage's share of a backward."""
-        for block in self._plan.blocks:
-            block._runtime.defers = not self._engine.virtual.is_open
-        self.run(only(Kind.BACKWARD, self._actions)[: reached + 1], keep_graph=keep_graph)
-        for block in reversed(self._plan.blocks):
-            self._engine.gradients.send_deferred(block._runtime)
+        states = [block._runtime for block in self._plan.blocks]
+        with all_or_none(states):
+            for state in states:
+                state.defers = not self._engine.virtual.is_open
+            self.run(only(Kind.BACKWARD, self._actions)[: reached + 1], keep_graph=keep_graph)
+            for state in reversed(states):
+                self._engine.gradients.send_deferred(state)
         self._result_gradients, self._input_gradients = None, []
 
     def result_gradient(self, out: torch.Tensor, micro: int) -> torch.Tensor | None:

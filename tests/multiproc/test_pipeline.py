@@ -287,6 +287,43 @@ def test_gradients_of_inputs_alone_are_refused_in_a_pipeline():
     run_ranks(2, gradients_of_inputs, init={"pipe_size": 2})
 
 
+class Refusing:
+    """Raises when the first gradients have come."""
+
+    def reduced(self, block: Any) -> None:
+        raise ValueError("no update")
+
+
+def another_call_after_an_error() -> None:
+    pipeline = bmt.PipelineTransformerBlockList([Layer() for _ in range(6)])
+    bmt.init_parameters(pipeline)
+    x, listeners = torch.randn(BATCH, DIM), current_engine(context()).gradients.listeners
+
+    def losses(number: int) -> list[torch.Tensor]:
+        return [pipeline(x, x, torch.zeros(2 * DIM), flag="mask").sum() for _ in range(number)]
+
+    def gradients() -> list[torch.Tensor]:
+        return [p.grad.clone() for p in pipeline.parameters() if p.grad is not None]
+
+    losses(1)[0].backward()
+    expected = gradients()
+    pipeline.zero_grad()
+    failing, other = losses(2)
+    listeners.add(refusing := Refusing())
+    with pytest.raises(ValueError, match="no update"):
+        failing.backward()
+    listeners.discard(refusing)
+    pipeline.zero_grad()
+    other.backward()
+    assert len(expected) == 6
+    assert all(map(torch.equal, gradients(), expected))
+
+
+def test_a_backward_follows_one_that_failed_while_gradients_were_sent():
+    """The layers that had not sent theirs by then send none of them later."""
+    run_ranks(2, another_call_after_an_error, init={"pipe_size": 2})
+
+
 def life_of_a_call() -> None:
     pipeline = bmt.PipelineTransformerBlockList([Layer() for _ in range(2)])
     bmt.init_parameters(pipeline)
