@@ -20,7 +20,7 @@ from ._base.deprecate import warn_once
 from ._base.generators import seed_generators
 from ._base.said import write_lines
 from ._C import set_processor_share, set_update_threads
-from ._engine.call import refuse_partial_gradients
+from ._engine.call import watch_backwards
 from ._engine.drives import Drives
 from ._engine.engine import Engine, current_engine
 from ._ranks import context as _context
@@ -197,7 +197,7 @@ def _use(context: Context, options: InitOptions) -> None:
     seed_generators(context.seed)
     adapt_distributed_sampler()
     adapt_torch_errors()
-    refuse_partial_gradients()
+    watch_backwards()
     if options.tier_directories:
         current_engine(context).drives = Drives.measured(options.tier_directories, context)
     if os.environ.get("BMTRAIN_TIMELINE"):

@@ -27,8 +27,9 @@ from .._base.opaque import opaque
 from .._base.tensors import take_views_again, with_shared_bases
 from .._base.tree import detached, distinct, has_containers, replace_arguments, replace_tensors, tensors_of
 from .._C import GraphRoots, attach_island, find_older_node, next_node_number, write_products_in_place
+from .._ranks.context import current
 from .block_state import BlockState
-from .engine import Engine
+from .engine import Engine, current_engine
 from .hidden_inputs import CALL, refuse_hidden
 from .host_activations import HostActivations
 from .phase import Phase
@@ -255,6 +256,7 @@ class BlockCall:
             input_gradients = [leaf.grad for leaf in leaves]
             for part in self.parts:
                 part.after_backward(again=leaves is not self.leaves)
+            engine.close(block, keep=engine.schedule.expects_backward_of(block))
         except BaseException:
             block.cancel_backward(training)
             engine.abandon(block)
@@ -264,7 +266,6 @@ class BlockCall:
                 leaf.grad = None
             for part in self.parts:
                 part.drop(for_good=not keep_graph)
-        engine.close(block, keep=engine.schedule.expects_backward_of(block))
         if not for_inputs:
             engine.gradients.send(block, training)
         if not keep_graph:
@@ -360,13 +361,15 @@ def kept_alive(block: BlockState, result: Any, given: Collection[int] = ()) -> A
 
 
 @cache
-def refuse_partial_gradients() -> None:
-    """Makes ``torch.autograd.grad()`` and ``backward(inputs=)`` refuse inputs of which they would miss a part."""
+def watch_backwards() -> None:
+    """Makes a backward of torch drop what a failed one left, and refuse inputs of which it would miss a part."""
     autograd: Any = torch.autograd
-    plain = autograd._engine_run_backward  # which both call, by whatever names they were imported
+    plain = autograd._engine_run_backward  # of backward() and grad(), by whatever names they were imported
 
     @opaque
     def run(outputs: Any, grads: Any, keep: Any, create: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        if (context := current()) is not None:
+            current_engine(context).gradients.drop_stale(in_forward=False)
         if inputs:
             refuse_hidden(outputs, inputs)
         return plain(outputs, grads, keep, create, inputs, *args, **options)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -100,6 +101,7 @@ class Gradients:
         self._reductions: list[tuple[BlockState, Sequence[ShardedBuffer]]] = []
         self._accumulated: dict[int, DistributedParameter] = {}  # with post-accumulate hooks to be run
         self._callback_task = -1
+        self._thread = 0  # of the last forward, which may be in a backward while others begin one
         self._is_ending = False
         self.turn: Any = None
 
@@ -164,19 +166,19 @@ class Gradients:
 
     def _reduce(self, block: BlockState, buffers: Sequence[ShardedBuffer]) -> None:
         engine = self._engine
-        if engine.observer is not None:
-            engine.observer.reducing(block, buffers)
         try:
+            if engine.observer is not None:
+                engine.observer.reducing(block, buffers)
             with engine.waiting(block.label, "reduce"):
                 if engine.tier is not None and self.destination.adds_to_shards:
                     block.prepare_reduce(buffers)
                 for buffer in buffers:
                     buffer.start_reduce()
             self._complete_previous()
+            self._reductions.append((block, buffers))
         except BaseException:
             block.cancel_backward(buffers)  # nobody would complete it, and another backward could not begin
             raise
-        self._reductions.append((block, buffers))
         if not self._is_ending:
             self.call_at_end_of_backward()
 
@@ -185,12 +187,10 @@ class Gradients:
 
         The sum over replicas, which follows the sum over the ranks that share a block, overlaps with one more block.
         """
-        if len(self._reductions) > 1:
-            self.finish(but=1)
-        continues = False
-        for buffer in self._reductions[-1][1] if self._reductions else ():
-            continues |= buffer.continue_reduce()
-        if not continues:
+        self.finish(but=1)
+        latest = self._reductions[-1][1] if self._reductions else ()
+        continues = [buffer.continue_reduce() for buffer in latest]
+        if not any(continues):
             self.finish()
 
     def finish(self, but: int = 0) -> None:
@@ -284,10 +284,11 @@ class Gradients:
         for param in accumulated.values():
             param._run_accumulated_hooks()
 
-    def drop_stale(self) -> None:
+    def drop_stale(self, *, in_forward: bool = True) -> None:
         """Drops pending reductions of a backward that failed: the gradients may have been zeroed since."""
+        self._thread = get_ident() if in_forward else self._thread
         pending = self._reductions or self._accumulated or self.turn
-        if pending and torch._C._current_graph_task_id() == -1:
+        if pending and torch._C._current_graph_task_id() == -1 and self._thread == get_ident():
             self._accumulated.clear()
             if self.turn is not None:
                 self.turn.drop()

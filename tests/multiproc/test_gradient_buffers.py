@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -300,3 +301,96 @@ def trains_after_an_error(time: int, policy: dict[str, Any]) -> None:
 def test_a_backward_follows_one_whose_update_failed(world: int, policy: dict[str, Any], time: int) -> None:
     """As with step_in_backward: what other blocks had sent by then is dropped."""
     run_ranks(world, trains_after_an_error, time, policy)
+
+
+def refuse(gradient: torch.Tensor) -> None:
+    raise ValueError("no gradient")
+
+
+def interrupt(engine: Any) -> None:
+    """Ctrl-C after the next run of a block."""
+    close = engine.close
+
+    def interrupted(block: Any, *, keep: bool) -> None:
+        engine.close = close
+        raise KeyboardInterrupt
+
+    engine.close = interrupted
+
+
+def another_loss_after_an_error(kind: str, policy: dict[str, Any]) -> None:
+    model, engine = model_of(4, policy=bmt.BlockPolicy(**policy)), current_engine(context())
+    expected = gradients(model)
+    failing, other = (model(inputs().requires_grad_()).square().sum() for _ in range(2))
+    refusing, hook = Refusing(2), None
+    if kind == "update":
+        engine.gradients.listeners.add(refusing)
+    elif kind == "hook":  # blocks behind it have sent theirs
+        hook = next(model[1].parameters()).register_hook(refuse)
+    else:
+        interrupt(engine)
+    with pytest.raises(KeyboardInterrupt if kind == "interrupt" else ValueError):
+        failing.backward()
+    if hook is not None:
+        hook.remove()
+    model.zero_grad()
+    other.backward()
+    assert [p.grad.double().sum().item() for p in model.parameters()] == expected
+    assert gradients(model) == expected
+
+
+@pytest.mark.parametrize("kind", ["update", "hook", "interrupt"])
+@pytest.mark.parametrize(("world", "policy"), [(1, {}), (2, {"recompute": "off"}), (4, {"zero_size": 2})])
+def test_the_backward_of_another_loss_follows_one_that_failed(
+    world: int, policy: dict[str, Any], kind: str
+) -> None:
+    """What the failed one had sent does not come to the gradients, which were zeroed since."""
+    run_ranks(world, another_loss_after_an_error, kind, policy)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise ValueError("no gradient")
+
+
+def hooks_after_an_error() -> None:
+    layer, seen = bmt.nn.Linear(4, 4), []
+    bmt.init_parameters(layer)
+    weight = next(layer.parameters())
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is None))
+    x = torch.ones(2, 4, requires_grad=True)
+    other = x.square().sum() + bmt.Block(Small(), use_checkpoint=False)(0, trains=True)
+    with pytest.raises(ValueError, match="no gradient"):
+        layer(Fails.apply(x)).sum().backward()
+    layer.zero_grad()
+    other.backward()
+    assert seen == []
+    layer(x).sum().backward()
+    assert seen == [False]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_hooks_of_a_failed_backward_do_not_run_in_the_next(world: int) -> None:
+    run_ranks(world, hooks_after_an_error)
+
+
+def another_thread_in_a_backward() -> None:
+    model = model_of(3)
+    expected = gradients(model)
+
+    def backward(gradient: torch.Tensor) -> None:
+        thread = threading.Thread(target=torch.ones(1, requires_grad=True).sum().backward)
+        thread.start()
+        thread.join()
+
+    next(model[0].parameters()).register_hook(backward)  # gradients of others are under way
+    assert gradients(model) == expected
+
+
+def test_the_backward_of_another_thread_drops_nothing() -> None:
+    run_ranks(2, another_thread_in_a_backward)
