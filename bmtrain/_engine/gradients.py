@@ -122,10 +122,7 @@ class Gradients:
 
     def is_window_open(self) -> bool:
         """Whether parameters must not change, see [Note: The accumulation window]."""
-        return self.destination is self._accumulating or self._has_unsent()
-
-    def _has_unsent(self) -> bool:
-        return bool(self.unsent.blocks or self.unsent.outside)
+        return self.destination is self._accumulating or bool(self.unsent.blocks or self.unsent.outside)
 
     # ---- one block
 
@@ -187,10 +184,12 @@ class Gradients:
 
         The sum over replicas, which follows the sum over the ranks that share a block, overlaps with one more block.
         """
-        self.finish(but=1)
-        latest = self._reductions[-1][1] if self._reductions else ()
-        continues = [buffer.continue_reduce() for buffer in latest]
-        if not any(continues):
+        if len(self._reductions) > 1:
+            self.finish(but=1)
+        continues = False
+        for buffer in self._reductions[-1][1] if self._reductions else ():
+            continues |= buffer.continue_reduce()
+        if not continues:
             self.finish()
 
     def finish(self, but: int = 0) -> None:
@@ -223,7 +222,7 @@ class Gradients:
         Args:
             gradient: this rank's, before the user's hooks.
         """
-        if self._has_unsent():
+        if self.unsent.blocks or self.unsent.outside:
             self.call_at_end_of_backward()
         return self.destination.of_parameter(param, changed_by_hooks(param, gradient))
 

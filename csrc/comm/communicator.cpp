@@ -8,6 +8,9 @@
 namespace bmtrain {
 
 void sum_slices(const at::Tensor& destination, const std::vector<at::Tensor>& slices, bool accumulate) {
+  if (slices.empty()) {
+    return;  // of a void operation
+  }
   const bool is_one_dtype = slices.at(0).scalar_type() == destination.scalar_type();
   BMT_CHECK(
       TypeError,

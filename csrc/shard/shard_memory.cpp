@@ -162,8 +162,8 @@ void GradientShard::sum_run(const std::vector<at::Tensor>& slices, std::size_t f
       end = part.shard_offset + part.numel;
     }
   }
-  if (begin < 0) {
-    return;  // empty parameters; where all of the buffer's are, there are no slices
+  if (begin < 0 || slices.empty()) {
+    return;  // empty parameters, or a void operation
   }
   const bool is_there = mode != Mode::kForeign && slices.at(0).is_same(flat_);  // summed ahead of its time
   if (is_there) {
