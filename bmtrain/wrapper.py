@@ -331,9 +331,8 @@ class _RecurrentWeights:
     def _flat_weights(self, value: Any) -> None:
         self.__dict__.pop("_flat_weights", None)
 
-    def __setattr__(
-        self, name: str, value: Any
-    ) -> None:  # without the change of the list, which would gather
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets the attribute, but not in that list, which would gather every weight."""
         torch.nn.Module.__setattr__(self, name, value)  # type: ignore[arg-type]
 
 

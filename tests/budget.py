@@ -16,13 +16,13 @@ ROOT = Path(__file__).resolve().parents[1]
 #: reason in its message.
 PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2543),
-    "watch": ("_watch", 1954),
+    "watch": ("_watch", 1972),
     "ranks": ("_ranks global_var nccl synchronize utils", 4210),
     "shards": ("_shards parameter", 2055),
     "engine": ("_engine", 8808),
-    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5732),
+    "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5731),
     "files": ("_files dcp distributed store weights", 4676),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_286),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_302),
     "survive": ("_survive survive", 2759),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 14_013),
 }

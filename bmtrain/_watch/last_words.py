@@ -156,12 +156,30 @@ class LastWords:
             return
         lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
         text = "".join(traceback.format_exception(kind, error, trace))
-        self._say([what, f"{kind} {lines}"], text + _OUT_OF_MEMORY * _is_out_of_memory(error))
+        self._say(
+            [what, f"{kind} {lines}"], text + _OUT_OF_MEMORY * _is_out_of_memory(error) + _on_shards(trace)
+        )
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
     """Whether one of torch's allocators has raised it."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(error)
+
+
+def _on_shards(trace: TracebackType | None) -> str:
+    """Says so if the innermost module whose code was running is one of torch that computed with its shards."""
+    running = (frame.f_locals.get("self") for frame, _ in reversed(list(traceback.walk_tb(trace))))
+    module = next((each for each in running if isinstance(each, torch.nn.Module)), None)
+    if module is None or getattr(module, "_handles_shards", False):
+        return ""
+    parameters = [p for p in module._parameters.values() if p is not None]
+    if all(getattr(p, "full_shape", p.shape) == p.shape for p in parameters):
+        return ""
+    return (
+        f"bmtrain: {type(module).__name__} computes with shards of its distributed parameters. The attributes of a "
+        "bmtrain.DistributedModule are full parameters: derive the class from it, or convert the module by "
+        "bmtrain.BMTrainModelWrapper(module)"
+    )
 
 
 def _summary(text: str) -> str:

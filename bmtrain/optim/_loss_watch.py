@@ -1,4 +1,4 @@
-"""Detection of mistakes from the loss: ranks that train on the same samples, numbers that stay inf or NaN.
+"""Detection of mistakes from the loss: equal samples on all ranks, no loss scale in it, numbers that stay inf or NaN.
 
 [Note: Watching without waiting]
 A step must not make the host wait for a GPU. The first losses are compared once, in one exchange of a few numbers, and
@@ -27,7 +27,13 @@ _NUM_BAD = 3  # steps in a row; a single one may come from an odd batch
 
 
 class LossWatch:
-    """Checks losses and norms of a manager's steps, see [Note: Watching without waiting]."""
+    """Checks losses and norms of a manager's steps, see [Note: Watching without waiting].
+
+    Attributes:
+        has_scaled: whether the manager has scaled a loss.
+    """
+
+    has_scaled = False  # of the class: pickled objects may have none
 
     def __init__(self) -> None:
         self._first_losses: list[Tensor] | None = []  # None: compared
@@ -53,6 +59,15 @@ class LossWatch:
             # Managers of plain parameters may step on some ranks only.
             if any(isinstance(p, DistributedParameter) for p in parameters):
                 _compare(losses)
+        if has_loss_scale and not self.has_scaled and rank() == 0:
+            warn_once(
+                "OptimManager.not_scaled",
+                "OptimManager.step: gradients are divided by the loss scale, but neither backward(loss) nor "
+                "scale_loss(loss) of this manager was called, which multiply the loss by it: write "
+                "manager.backward(loss) for loss.backward()",
+                stacklevel=3,
+                category=UserWarning,
+            )
         for name, number in self._numbers.items():
             if number.end_step() and not has_loss_scale:
                 warn_once(

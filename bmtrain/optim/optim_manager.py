@@ -186,6 +186,7 @@ class OptimManager:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Returns the loss that :meth:`backward` differentiates: scaled up, divided by ``grad_scale``."""
+        self._watch.has_scaled = True
         return loss * (self.loss_scale / (self.grad_scale * self.accumulate))
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
@@ -296,8 +297,8 @@ class OptimManager:
 
         Collective over the world with loss scaling, and in few other steps. Warns, once each, if all ranks had the same
         losses; if hyperparameters such as the learning rate, the number of parameters with a gradient, or the weights
-        that the wrapper or ``load_state_dict`` got differ between ranks; and if the loss stays inf or NaN without a
-        loss scale.
+        that the wrapper or ``load_state_dict`` got differ between ranks; if the loss stays inf or NaN without a
+        loss scale; and if no loss was multiplied by a loss scale.
 
         Raises:
             RuntimeError: without an optimizer; in a loop over virtual shards, whose gradients are there when it ends;

@@ -427,6 +427,18 @@ def too_big_for_torch() -> None:
     torch.nn.Linear(1 << 22, 1 << 22)
 
 
+def base_class_of_torch() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = bmt.DistributedParameter(torch.ones(4, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x, self.weight)
+
+    Layer()(torch.ones(4, 8))
+
+
 def as_script(name: str, *arguments: int) -> None:
     """To the end of a program: with what the interpreter prints of an exception."""
     try:
@@ -453,6 +465,7 @@ ENDING: list[tuple[int, Callable[[], None], str]] = [
         r"rank 0 called all_gather .* rank 1 called barrier|rank [01] is in another operation: |only rank 0",
     ),
     (30, state_on_one_rank, LEFT),
+    (37, base_class_of_torch, r"bmtrain: Layer computes with shards.*: derive the class"),
 ]
 
 
@@ -464,7 +477,7 @@ def test_mistakes_that_end_the_job(number: int, mistake: Callable[[], None], say
     assert all(outcome.status is Status.DIED for outcome in outcomes), outcomes
     assert any(outcome.exitcode for outcome in outcomes)
     # Mistakes of both ranks: the first one to raise tells its own.
-    output = outcomes[0].output + (outcomes[1].output if number in (14, 24) else "")
+    output = outcomes[0].output + (outcomes[1].output if number in (14, 24, 37) else "")
     assert re.search(says, output), output
     for outcome in outcomes:
         check_text(outcome.output)

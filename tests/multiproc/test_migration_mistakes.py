@@ -986,6 +986,7 @@ def trained(mistake: str, scale: float | None = None, steps: int = 5) -> list[st
         "clip_grad_norm.nothing",
         "OptimManager.same_samples",
         "OptimManager.not_finite",
+        "OptimManager.not_scaled",
         "shards_in_loss",
     )
     deprecate._seen.difference_update(keys)
@@ -1009,7 +1010,12 @@ def trained(mistake: str, scale: float | None = None, steps: int = 5) -> list[st
                 loss = GivesAll.apply(loss, *model.parameters())
             if mistake == "constant once" and step == 1:
                 loss = loss * 0
-            manager.backward(loss)
+            if mistake == "bare backward":
+                loss.backward()
+            elif mistake == "bare backward of a scaled loss":
+                manager.scale_loss(loss).backward()
+            else:
+                manager.backward(loss)
             if mistake == "one nan":
                 manager.zero_grad()
             if mistake == "spent generator":
@@ -1042,6 +1048,9 @@ def trained(mistake: str, scale: float | None = None, steps: int = 5) -> list[st
         ("nan", {}, r"the loss was inf or NaN in 3 steps in a row.*loss_scale"),
         ("norm", {}, r"the gradient norm was inf or NaN in 3 steps in a row"),
         ("nan", {"scale": 4.0}, ""),
+        ("bare backward", {"scale": 4.0}, r"divided by the loss scale, but.*manager\.backward\(loss\)"),
+        ("bare backward", {}, ""),
+        ("bare backward of a scaled loss", {"scale": 4.0}, ""),
     ],
 )
 def test_a_loss_that_shows_a_mistake_is_told_once(mistake: str, options: dict[str, float], said: str) -> None:
