@@ -21,7 +21,7 @@ PYTHON = {
     "shards": ("_shards parameter", 2055),
     "engine": ("_engine", 8808),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5731),
-    "files": ("_files dcp distributed store weights", 4676),
+    "files": ("_files dcp distributed store weights", 4677),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_302),
     "survive": ("_survive survive", 2759),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 14_013),

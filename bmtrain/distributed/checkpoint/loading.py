@@ -137,7 +137,8 @@ class Loading:
                     f"optimizer {number}: saved by {saved['class']}, whose state is of shards, got an optimizer of "
                     f"whole_matrix; load into {saved['class']}, and its state_dict(gather=True) into the other"
                 )
-            if getattr(optimizer, "_bmtrain_optimizer", False) and not saved["groups"]["tensors"]:
+            # One of whole_matrix() has no formula: its state is of the optimizer that it wraps.
+            if hasattr(optimizer, "formula_of") and not saved["groups"]["tensors"]:
                 names = {k: _arrays_of(entry) for k, entry in saved["entries"].items() if entry}
                 check_names(optimizer, self._reader.value(saved["groups"]), names)
             self._reader.request_value(saved["groups"])
