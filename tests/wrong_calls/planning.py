@@ -37,7 +37,7 @@ def plans() -> Calls:
         "machine": ("a description", machine),
     }
     numbers = {
-        "memory": 1e9,
+        "memory": 8e9,
         "flops": 1e12,
         "memory_bandwidth": 1e9,
         "link_bandwidth": 1e9,
