@@ -87,6 +87,7 @@ class Layout:
         on_disk: whether blocks have their state on a drive, and some their gradients and parameters.
         tiles: number of pieces of tokens in the feed-forward layer.
         fuses: whether the head computes its loss in pieces.
+        reads: layers whose weight the model reads in its own forward, each with the number of layers before that.
     """
 
     seed: int
@@ -124,6 +125,7 @@ class Layout:
     on_disk: bool = False
     tiles: int = 1
     fuses: bool = False
+    reads: tuple[tuple[int, int], ...] = ()
 
     @property
     def has_auxiliary_loss(self) -> bool:
@@ -272,7 +274,12 @@ def _with_program(layout: Layout, r: random.Random) -> Layout:
             for policy, places in zip(layout.policies, more, strict=True)
         ]
         layout = replace(layout, policies=policies, on_disk=True)
-    return replace(layout, tiles=r.choice([1, 1, 3]), fuses=r.random() < 0.3)
+    layout = replace(layout, tiles=r.choice([1, 1, 3]), fuses=r.random() < 0.3)
+    of_reads, layers = random.Random(f"reads {layout.seed}"), range(len(layout.policies))
+    if not pipe and of_reads.random() < 0.4:
+        reads = [(of_reads.choice(layers), of_reads.choice(layers)) for _ in range(of_reads.choice([1, 2]))]
+        layout = replace(layout, reads=tuple(reads))
+    return layout
 
 
 def batch(layout: Layout, step: int, micro: int) -> Batch:

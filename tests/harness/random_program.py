@@ -135,12 +135,31 @@ class Viewing(torch.nn.Module):
         return {"hidden": y, "others": [y.select(-1, 0), None]}
 
 
+class Reader(torch.nn.Module):
+    """Computes with a parameter of another layer, beside that one's own calls."""
+
+    def forward(self, x: torch.Tensor, layer: torch.nn.Module, path: str) -> torch.Tensor:
+        *modules, name = path.split(".")
+        for module in modules:
+            layer = getattr(layer, module)
+        value = getattr(layer, name).to(x.dtype)
+        return x + 0.1 * (F.linear(x, value) if value.dim() == 2 else x * value)
+
+
 LAYERS: dict[str, type[torch.nn.Module]] = {
     "mlp": Mlp,
     "attention": Attention,
     "gated": Gated,
     "shared": SharedInPlace,
     "viewing": Viewing,
+}
+#: What a `Reader` may read of them.
+READABLE: dict[str, tuple[str, ...]] = {
+    "mlp": ("norm.weight", "down.bias"),
+    "attention": ("norm.bias", "out.bias"),
+    "gated": ("gate", "shift", "mix.weight"),
+    "shared": ("bias", "first.weight"),
+    "viewing": ("mix.bias", "mix.weight"),
 }
 
 
@@ -161,6 +180,9 @@ class Micro:
     with_others: bool = False  # what layers return besides is in the loss
     evaluate_before: bool = False
     evaluate_between: bool = False  # forward and backward
+    reads: tuple[
+        tuple[int, int, str], ...
+    ] = ()  # position in the order before which, layer, and parameter of it
 
 
 @dataclass(frozen=True)
@@ -203,8 +225,27 @@ def draw(seed: int, world: int) -> Program:
         set_to_none=r.random() < 0.5,
         clip=r.choice([None, None, 0.5, 100.0]),
         loss_scale=r.choice([None, None, 1024.0]),
-        steps=tuple(_step(r, len(layers)) for _ in range(r.randint(2, 5))),
+        steps=_with_reads(
+            tuple(_step(r, len(layers)) for _ in range(r.randint(2, 5))),
+            layers,
+            random.Random(f"reads {seed}"),
+        ),
     )
+
+
+def _with_reads(steps: tuple[Step, ...], layers: tuple[str, ...], r: random.Random) -> tuple[Step, ...]:
+    """Draws what has come to the draw later: programs of known seeds stay as they are, but for the reads."""
+    if r.random() < 0.5:
+        return steps
+
+    def drawn(micro: Micro) -> Micro:
+        times = r.choice([0, 1, 2])
+        layer = [r.randrange(len(layers)) for _ in range(times)]
+        places = sorted(r.randrange(len(micro.order)) for _ in range(times))
+        reads = [(place, of, r.choice(READABLE[layers[of]])) for place, of in zip(places, layer, strict=True)]
+        return replace(micro, reads=tuple(reads))
+
+    return tuple(replace(step, micros=tuple(map(drawn, step.micros))) for step in steps)
 
 
 def draw_policy(
@@ -258,6 +299,7 @@ class RandomModel(torch.nn.Module):
         super().__init__()
         self.embedding = torch.nn.Embedding(VOCAB, program.dim)
         self.layers = torch.nn.ModuleList([LAYERS[kind](program.dim) for kind in program.layers])
+        self.reader = Reader()
         self.norm = torch.nn.LayerNorm(program.dim)
         self.head = None if program.tied else torch.nn.Linear(program.dim, VOCAB)
 
@@ -296,6 +338,9 @@ def forward(model: Any, micro: Micro, ids: torch.Tensor, extra: torch.Tensor | N
     hidden = F.embedding(ids, model.embedding.weight)
     others: list[torch.Tensor] = []
     for position, index in enumerate(micro.order):
+        for place, layer, path in micro.reads:
+            if place == position:
+                hidden = model.reader(hidden, model.layers[layer], path)
         output = model.layers[index](hidden, extra, causal=True)
         if isinstance(output, dict):
             others.append(output["others"][0])

@@ -237,6 +237,10 @@ class Cast(torch.nn.Module):
         super().__init__()
         self.block, self.dtype = block, dtype
 
+    def __getattr__(self, name):
+        own = self._modules
+        return own[name] if name in own else getattr(own["block"], name)
+
     def forward(self, x, extra=None, causal=True):
         output = self.block(x.to(self.dtype), None if extra is None else extra.to(self.dtype), causal=causal)
         if isinstance(output, dict):
