@@ -1,6 +1,7 @@
 """Programs drawn at random train as plain torch does, and as themselves under other policies, bit for bit.
 
-``BMTRAIN_RANDOM_PROGRAMS=400`` runs that many of each kind in place of a few.
+``BMTRAIN_RANDOM_PROGRAMS=400`` runs that many of each kind in place of a few; ``-o faulthandler_timeout=0`` gives
+each test more than five minutes.
 """
 
 from __future__ import annotations
