@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHON = {
     "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2543),
     "watch": ("_watch", 1972),
-    "ranks": ("_ranks global_var nccl synchronize utils", 4210),
-    "shards": ("_shards parameter", 2055),
-    "engine": ("_engine", 8808),
+    "ranks": ("_ranks global_var nccl synchronize utils", 4211),
+    "shards": ("_shards parameter", 2056),
+    "engine": ("_engine", 8813),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5731),
     "files": ("_files dcp distributed store weights", 4677),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_302),

@@ -68,9 +68,14 @@ class _GivenReads(Scope):
 
     def read(self, param: DistributedParameter) -> torch.Tensor:
         if id(param) not in self._given:
+            remedy = (
+                "call the list, and compute the loss from its result, on all ranks"
+                if param._in_block
+                else "register the module that holds it in the head"
+            )
             raise RuntimeError(
                 f"the head of a pipeline read a parameter of shape {tuple(param.full_shape)} that is not below it, "
-                "and that its stage cannot gather alone; register the module that holds it in the head"
+                f"and that its stage cannot gather alone; {remedy}"
             )
         return self._given[id(param)]
 

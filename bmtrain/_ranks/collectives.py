@@ -67,8 +67,9 @@ def all_gather(x: Tensor, comm: Communicator | None = None) -> Tensor:
     Returns:
         a new tensor of shape ``(size, *x.shape)``. Backward takes this rank's own slice of this rank's gradient:
         multiply a loss over all ranks' tensors (contrastive losses), which each rank computes, by
-        ``bmtrain.world_size()``. A loss of this rank's rows against the columns of all ranks needs the gradients of
-        the other ranks' losses as well: concatenate :func:`broadcast` from each rank, whose backward sums them.
+        ``bmtrain.world_size()``. This multiplies the gradient of a parameter behind the gather too (a learnt
+        temperature): apply it before. A loss of this rank's rows against the columns of all ranks needs the gradients
+        of the other ranks' losses as well: concatenate :func:`broadcast` from each rank, whose backward sums them.
 
     Raises:
         RuntimeError: before `init_distributed`.

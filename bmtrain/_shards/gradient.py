@@ -82,7 +82,8 @@ class ParameterWithGradient(torch.nn.Parameter):
     def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
         """Registers a hook on this rank's full gradient, before the sum over the ranks.
 
-        It does not receive gradients that reach the shard directly, as in ``(param ** 2).sum()``.
+        A backward through several runs of a Block, or several forwards that read the parameter, calls it with the part
+        of each. It does not receive gradients that reach the shard directly, as in ``(param ** 2).sum()``.
 
         Args:
             hook: gets the gradient in the parameter's full shape; returns another one, or None.

@@ -251,9 +251,20 @@ def test_activations_along_the_pipeline() -> None:
     assert run_ranks(4, activations_along_the_pipeline, init={"pipe_size": 2}) == [-1.0, -1.0, 0.0, 1.0]
 
 
+class Scaled(torch.nn.Module):
+    """Features times a learnt temperature, as of CLIP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = torch.nn.Linear(3, 3), torch.nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale.exp()
+
+
 def loss_over_all_ranks() -> None:
     torch.manual_seed(0)
-    plain = torch.nn.Linear(3, 3)
+    plain = Scaled()
     model = bmtrain.BMTrainModelWrapper(copy.deepcopy(plain))
     whole = torch.randn(8, 3)
     labels = torch.arange(8) ^ 1
