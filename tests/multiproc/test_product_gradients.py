@@ -65,6 +65,11 @@ def train_for_anomalies(model: torch.nn.Module, loss: torch.Tensor) -> None:
         loss.backward()
 
 
+def train_under_autocast(model: torch.nn.Module, loss: torch.Tensor) -> None:
+    with torch.autocast("cpu", torch.float16):
+        loss.backward()
+
+
 def saved(module: Weights, x: torch.Tensor) -> torch.Tensor:
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
         return F.linear(x, module.weight)
@@ -86,6 +91,32 @@ def watched(module: Weights, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def watched_results(module: Weights, x: torch.Tensor) -> torch.Tensor:
+    y = F.linear(x, module.weight)
+    y.grad_fn.register_hook(lambda results, grads: tuple(r if r is None else 2 * r for r in results))
+    return y
+
+
+def hooked_transpose(module: Weights, x: torch.Tensor) -> torch.Tensor:
+    weight = module.weight.t()
+    weight.register_hook(lambda grad: 2 * grad)
+    return x @ weight
+
+
+def watched_transpose(module: Weights, x: torch.Tensor) -> torch.Tensor:
+    weight = module.weight.t()
+    weight.grad_fn.register_prehook(lambda grads: (2 * grads[0],))
+    return x @ weight
+
+
+def sparse(module: Weights, x: torch.Tensor) -> torch.Tensor:
+    return torch.mm(x.detach().relu().to_sparse(), module.weight)
+
+
+def sparse_with_bias(module: Weights, x: torch.Tensor) -> torch.Tensor:
+    return torch.addmm(module.bias, x.detach().relu().to_sparse(), module.weight)
+
+
 def inside(module: Weights, x: torch.Tensor) -> torch.Tensor:
     return module.inner(x, module.weight)
 
@@ -105,6 +136,19 @@ def train_with_kept(model: torch.nn.Module, loss: torch.Tensor) -> None:
     loss = loss + kept.pop().square().sum()
     loss.backward()
     kept.clear()
+
+
+def kept_transpose(module: Weights, x: torch.Tensor) -> torch.Tensor:
+    weight = module.weight.t()
+    weight.retain_grad()
+    kept.append(weight)
+    return x @ weight
+
+
+def train_with_retained(model: torch.nn.Module, loss: torch.Tensor) -> None:
+    loss.backward()
+    (weight,) = (p for name, p in model.named_parameters() if name.endswith("weight"))
+    assert torch.equal(kept.pop().grad.t().reshape(-1), weight.grad.reshape(-1))
 
 
 def autocast(module: Weights, x: torch.Tensor) -> torch.Tensor:
@@ -144,7 +188,14 @@ CASES = {
     "tensors packed by hooks": Case(saved, 0),
     "result with a hook": Case(hooked, 1),
     "node with a hook": Case(watched, 0),
+    "node whose results have a hook": Case(watched_results, 0),
+    "transpose with a hook": Case(hooked_transpose, 0),
+    "transpose's node with a hook": Case(watched_transpose, 0),
+    "transpose that keeps its gradient": Case(kept_transpose, 0, train_with_retained),
+    "sparse from the left": Case(sparse, 0),
+    "sparse from the left, with a bias": Case(sparse_with_bias, 0),
     "under autocast": Case(autocast, 0),
+    "backward under autocast": Case(linear, 0, train_under_autocast),
     "recomputed": Case(linear, 1, policy={"recompute": "whole"}),
     "recomputed selectively": Case(linear, 1, policy={"recompute": "selective"}),
     "recomputed, packed by hooks": Case(saved, 1, policy={"recompute": "whole"}),
