@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -16,6 +18,7 @@ from harness.peaks import GIVE_BACK, peak_of
 
 import bmtrain as bmt
 from bmtrain.distributed import checkpoint
+from bmtrain.distributed.checkpoint import saving, writer
 
 
 @pytest.mark.parametrize("non_blocking", [False, True])
@@ -33,8 +36,19 @@ def check_resume(folder: str, optimizer: str, dtype: str, non_blocking: bool) ->
         run.model.scale += bmt.rank()  # plain parameters are each rank's own
     run.train(3)
     draws()  # of normal numbers, both kinds have one left
-    handle = run.save(folder, non_blocking=non_blocking)
-    losses = run.train(3)
+    may_write = threading.Event()
+    if not non_blocking:
+        may_write.set()
+
+    class Late(writer.Saving):
+        def write_shard(self, *arguments: Any) -> None:
+            may_write.wait(60)
+            super().write_shard(*arguments)
+
+    with mock.patch.object(saving, "Saving", Late):
+        handle = run.save(folder, non_blocking=non_blocking)
+    losses = run.train(3)  # before anything is written in the background
+    may_write.set()
     drawn = draws()
     handle.wait()
     expected = state_of(run)
