@@ -28,6 +28,7 @@ FAULTS_AFTER_THE_MANIFEST = {
     "latest not written": (errno.ENOSPC, "point_to"),
     "others' checkpoints": (errno.EACCES, "remove_old"),
 }
+FAULT_OF_THE_REPORT = {"no report": (errno.EIO, "AtomicFile")}
 
 
 @pytest.mark.parametrize("non_blocking", [False, True])
@@ -67,7 +68,7 @@ class Fault:
     """While it lasts, what the writer does to the disk fails, if this rank is the culprit."""
 
     def __init__(self, fault: str, is_here: bool) -> None:
-        number, self.name = (FAULTS | FAULTS_AFTER_THE_MANIFEST)[fault]
+        number, self.name = (FAULTS | FAULTS_AFTER_THE_MANIFEST | FAULT_OF_THE_REPORT)[fault]
         self.is_here = is_here
         error = OSError(number, os.strerror(number), "the shard")
 
@@ -142,6 +143,20 @@ def save_with_a_killed_rank(folder: str) -> str:
     with pytest.raises(CommunicationError) as error:
         run.save(folder, non_blocking=True).wait()
     return str(error.value)
+
+
+def test_a_rank_that_cannot_report_its_failure_ends_a_save_in_the_background(tmp_path):
+    """Long before the time-out, as soon as all ranks wait for the save."""
+    run_ranks(2, save_with_a_silent_rank, str(tmp_path), init={"timeout": 300}, fresh=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == []
+
+
+def save_with_a_silent_rank(folder: str) -> None:
+    run = Run()
+    run.train(1)
+    with Fault("no report", bmt.rank() == 1), pytest.raises(OSError, match="the shard"):
+        run.save(folder, non_blocking=True)
+        checkpoint.prune(folder, keep=5)
 
 
 FAILING_AT_THE_END = """
