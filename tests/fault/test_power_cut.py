@@ -17,7 +17,6 @@ from harness.checkpoint_run import Run, state_of
 import bmtrain as bmt
 from bmtrain.errors import UnreadableFileError
 
-
 FOLDERS = ("files", "notes", "cuts")
 
 
