@@ -15,16 +15,16 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Storey, from the bottom, or folder -> what belongs to it, and its ceiling. A commit that raises a ceiling gives the
 #: reason in its message.
 PYTHON = {
-    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2543),
+    "base": ("_base _ops _version checkpointing debug errors hook_func lr_scheduler topology", 2548),
     "watch": ("_watch", 1972),
     "ranks": ("_ranks global_var nccl synchronize utils", 4211),
     "shards": ("_shards parameter", 2056),
     "engine": ("_engine", 8813),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5731),
     "files": ("_files dcp distributed store weights", 4677),
-    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_302),
+    "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_322),
     "survive": ("_survive survive", 2759),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 14_013),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 14_058),
 }
 CORE = {
     "bindings": (". bindings ops", 1429),

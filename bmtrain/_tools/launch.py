@@ -41,11 +41,14 @@ def run(options: argparse.Namespace) -> int:
     """Starts the ranks and waits for them.
 
     Returns:
-        0; the exit status of the rank that ended first, or 128 and its signal; 2 if there is no such script; 130 if
-        the user ended it.
+        0; the exit status of the rank that ended first, or 128 and its signal; 2 if there is no such script, or an
+        option makes no sense; 130 if the user ended it.
     """
     if not options.script.is_file():
         print(f"bmtrain launch: expected a Python script, found no file {options.script}", file=sys.stderr)
+        return 2
+    if options.restarts and not options.survive:
+        print("bmtrain launch: --restarts: expected --survive 1 as well", file=sys.stderr)
         return 2
     num_ranks = options.nproc or _num_gpus() or 2
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -73,7 +76,7 @@ def _start(num_ranks: int, program: list[str]) -> int:
     try:
         # torchrun makes a directory for logs, which it never removes, unless it is given one.
         options = ["--standalone", f"--nproc-per-node={num_ranks}", f"--log-dir={os.devnull}"]
-        launcher.run(launcher.parse_args([*options, *program]))
+        launcher.run(launcher.parse_args([*options, "--", *program]))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         status = failure.exitcode

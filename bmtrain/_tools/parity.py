@@ -87,7 +87,12 @@ def run(options: argparse.Namespace) -> int:
     template = Template(environment, start_new_session=True, stdout=DEVNULL)
     with tempfile.TemporaryDirectory() as folder, closing(template):
         wanted = _record(Layout("1", 1, {}), options, Path(folder) / "one", template)
-        if wanted is None:
+        if not wanted:
+            if wanted is not None:
+                print(
+                    "bmtrain parity: expected a script with steps of an OptimManager, found none",
+                    file=sys.stderr,
+                )
             return 1
         for number, layout in enumerate(options.layouts):
             found = _record(layout, options, Path(folder) / str(number), template)

@@ -41,6 +41,18 @@ def fold(line: str, indent: int, width: int | None) -> str:
     )
 
 
+def output_file(text: str) -> Path:
+    """Type of an option: a file to write; a command refuses at once what it could not write at its end."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file, {text!r} is a folder")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {text!r}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"expected a file that can be written, got {text!r}")
+    return path
+
+
 class _HelpFormatter(argparse.HelpFormatter):
     """Fills paragraphs to the width of the terminal; indented lines are commands, and can be copied from it."""
 
@@ -64,7 +76,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         usual = super()._get_default_metavar_for_optional(action)
-        return "N" if action.type is int else "FILE" if action.type is Path else usual
+        return "N" if action.type is int else "FILE" if action.type in (Path, output_file) else usual
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         shows = isinstance(action.default, int | float | str) and action.default not in (0, argparse.SUPPRESS)

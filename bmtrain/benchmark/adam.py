@@ -19,14 +19,13 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from .._C import cpu_isa
 from .._tools.table import print_table
-from .._tools.terminal import columns, fold
+from .._tools.terminal import columns, fold, output_file
 from ._bars import Bar, Chart, picture
 from ._options import numbers
 from ._steps import FORMULAS, Formula, Size
@@ -48,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=numbers, default="1,2", help="numbers of threads")
     parser.add_argument("--repeat", type=int, default=9, help="turns of each candidate")
     parser.add_argument("--formula", choices=FORMULAS, default="adam", help="what the step computes")
-    parser.add_argument("--json", type=Path, help="write the results to this file as well")
-    parser.add_argument("--plot", type=Path, help="draw them into this SVG file")
+    parser.add_argument("--json", type=output_file, help="write the results to this file as well")
+    parser.add_argument("--plot", type=output_file, help="draw them into this SVG file")
 
 
 def _sizes(text: str) -> list[Size]:

@@ -25,6 +25,7 @@ from .._C import Communicator, ReduceOp
 from .._ranks import comm as _comm
 from .._ranks import shm_meeting
 from .._tools.pictures import BLUE, GREY, ORANGE, label_sizes, new_figure, plain
+from .._tools.terminal import output_file
 from ._launch import answer, launch_each
 from ._options import add_names, numbers
 
@@ -67,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", type=numbers, default="4,64,1024,32768", help="KiB of the larger tensor")
     add_names(parser, "--primitives", PRIMITIVES)
     parser.add_argument("--repeat", type=int, default=15, help="of each variant")
-    parser.add_argument("--json", type=Path, help="write the results to this file as well")
-    parser.add_argument("--plot", type=Path, help="draw them into this file (needs matplotlib)")
+    parser.add_argument("--json", type=output_file, help="write the results to this file as well")
+    parser.add_argument("--plot", type=output_file, help="draw them into this file (needs matplotlib)")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -28,6 +27,7 @@ from .._engine.engine import current_engine
 from .._engine.policy import BlockPolicy
 from .._model.block_build import default_policy
 from .._tools.table import print_table
+from .._tools.terminal import output_file
 from ..block_layer import Block, TransformerBlockList
 from ..distributed import checkpoint
 from ..errors import DiskError
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="update blocks inside backward (OptimManager(step_in_backward=True))",
     )
     parser.add_argument("--repeat", type=int, default=5, help="measurements")
-    parser.add_argument("--json", type=Path, help="write the results to this file as well")
+    parser.add_argument("--json", type=output_file, help="write the results to this file as well")
 
 
 def run(arguments: argparse.Namespace) -> None:

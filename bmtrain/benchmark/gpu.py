@@ -16,7 +16,6 @@ import statistics
 import traceback
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor
 from .. import _ops
 from .._base import build as _build
 from .._tools.gpt import GPT
+from .._tools.terminal import output_file
 from ..init import init_distributed, is_initialized
 from ..loss import FusedCrossEntropy
 from ..optim._arrays import allocate
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=8, help="sequences")
     parser.add_argument("--tokens", type=numbers, default="4096,16384,65536", help="of a step with offload")
     parser.add_argument("--repeat", type=int, default=20, help="measurements")
-    parser.add_argument("--json", type=Path, help="write the results to this file as well")
+    parser.add_argument("--json", type=output_file, help="write the results to this file as well")
 
 
 def run(arguments: argparse.Namespace) -> None:

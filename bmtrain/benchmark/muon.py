@@ -13,12 +13,12 @@ import json
 import os
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from .._tools.table import print_table
+from .._tools.terminal import output_file
 from ..block_layer import Block
 from ..global_var import config, rank, world_size
 from ..init import init_distributed
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dim", type=int, default=512, help="width")
     parser.add_argument("--dtype", choices=_DTYPES, default="fp32", help="dtype of the parameters")
     parser.add_argument("--repeat", type=int, default=7, help="steps of each optimizer")
-    parser.add_argument("--json", type=Path, help="write the results to this file as well")
+    parser.add_argument("--json", type=output_file, help="write the results to this file as well")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -14,13 +14,13 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .._tools.gpt import GPT
+from .._tools.terminal import output_file
 from ..block_layer import Block
 from ..global_var import rank, world_size
 from ..init import init_distributed
@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=1, help="threads of a rank")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of the parameters")
     parser.add_argument("--repeat", type=int, default=7, help="turns of each variant")
-    parser.add_argument("--json", type=Path, help="write the results to this file as well")
-    parser.add_argument("--plot", type=Path, help="draw them into this SVG file")
+    parser.add_argument("--json", type=output_file, help="write the results to this file as well")
+    parser.add_argument("--plot", type=output_file, help="draw them into this SVG file")
 
 
 def run(arguments: argparse.Namespace) -> None:

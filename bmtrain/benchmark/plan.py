@@ -22,6 +22,7 @@ import torch
 from .. import timeline
 from .._tools.gpt import GPT
 from .._tools.table import print_table
+from .._tools.terminal import output_file
 from ..global_var import rank
 from ..init import init_distributed
 from ..optim import AdamOffloadOptimizer, AdamOptimizer, MuonOffloadOptimizer, MuonOptimizer
@@ -82,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument("--repeat", type=int, default=7, help="steps of each kind")
     parser.add_argument("--memory", action="store_true", help="compare peak memory instead")
-    parser.add_argument("--json", type=Path, help="write the results to this file as well")
+    parser.add_argument("--json", type=output_file, help="write the results to this file as well")
     parser.add_argument(
         "--policies",
         nargs="+",

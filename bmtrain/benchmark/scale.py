@@ -13,13 +13,13 @@ import json
 import os
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from .._tools.gpt import GPT
 from .._tools.pictures import BLUE, ORANGE, new_figure, plain
+from .._tools.terminal import output_file
 from ..global_var import rank, world_size
 from ..init import init_distributed
 from ..optim import AdamOptimizer
@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeat", type=int, default=5, help="steps of each number, and an eighth of the host's turns"
     )
-    parser.add_argument("--json", type=Path, help="write the results to this file as well")
-    parser.add_argument("--plot", type=Path, help="draw them into this file (needs matplotlib)")
+    parser.add_argument("--json", type=output_file, help="write the results to this file as well")
+    parser.add_argument("--plot", type=output_file, help="draw them into this file (needs matplotlib)")
     parser.add_argument("--part", choices=("blocks", "ranks", "host"), help=argparse.SUPPRESS)  # in a rank
 
 

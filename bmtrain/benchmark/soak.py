@@ -31,6 +31,7 @@ from .._engine.policy import BlockPolicy, Recompute
 from .._model.block_build import default_policy
 from .._ranks import context
 from .._tools.table import print_table
+from .._tools.terminal import output_file
 from ..global_var import rank, world_size
 from ..init import init_distributed
 from ..optim import AdamOffloadOptimizer, AdamOptimizer
@@ -96,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kill", type=float, default=0.0, metavar="SECONDS", help="lose and replace ranks instead"
     )
-    parser.add_argument("--json", type=Path, help="write the results to this file as well")
+    parser.add_argument("--json", type=output_file, help="write the results to this file as well")
 
 
 def run(arguments: argparse.Namespace) -> int:

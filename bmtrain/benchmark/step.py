@@ -29,6 +29,7 @@ from torch import Tensor
 from .._tools.gpt import GPT
 from .._tools.pictures import bars, new_figure
 from .._tools.table import print_table
+from .._tools.terminal import output_file
 from ..global_var import rank, world_size
 from ..init import init_distributed
 from ..synchronize import synchronize
@@ -82,8 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", action="store_true", help="measure peak memory, each variant in processes of its own"
     )
-    parser.add_argument("--json", type=Path, help="write the results to this file as well")
-    parser.add_argument("--plot", type=Path, help="draw them into this file (needs matplotlib)")
+    parser.add_argument("--json", type=output_file, help="write the results to this file as well")
+    parser.add_argument("--plot", type=output_file, help="draw them into this file (needs matplotlib)")
 
 
 def run(arguments: argparse.Namespace) -> None:

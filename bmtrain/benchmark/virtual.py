@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from .._tools.gpt import GPT
 from .._tools.table import print_table
+from .._tools.terminal import output_file
 from ..global_var import rank, world_size
 from ..init import init_distributed
 from ..optim import AdamOptimizer, OptimManager
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--survive", type=int, metavar="PAIRS", help="pairs of turns, with survive=1 and without"
     )
-    parser.add_argument("--json", type=Path, help="write the results to this file as well")
+    parser.add_argument("--json", type=output_file, help="write the results to this file as well")
 
 
 def run(arguments: argparse.Namespace) -> None:

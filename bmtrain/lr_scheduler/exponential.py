@@ -31,7 +31,7 @@ class Exponential(LinearWarmup):
         optimizer: Any,
         start_lr: float,
         warmup_iter: int,
-        end_iter: int | None,
+        end_iter: int | None = None,
         num_iter: int = 0,
         gamma: float = 0.95,
     ) -> None:

@@ -8,7 +8,7 @@ __all__ = ["NoDecay"]
 
 
 class NoDecay(LinearWarmup):
-    """Linear warm-up to ``start_lr`` at ``warmup_iter``, then ``start_lr``; ``end_iter`` may be None or -1.
+    """Linear warm-up to ``start_lr`` at ``warmup_iter``, then ``start_lr``; ``end_iter`` is not used.
 
     Args and errors: as :class:`WarmupLRScheduler`.
 

@@ -13,7 +13,7 @@ class Noam(WarmupLRScheduler):
     r"""Linear warm-up to :math:`L/\sqrt{w}`, then decay as :math:`L/\sqrt{n}`.
 
     With ``L = start_lr``, ``w = warmup_iter`` and iteration ``n``: ``L / sqrt(w) * n / w`` while ``n < w``,
-    then ``L / sqrt(max(n, 1))``. ``end_iter`` is not used and may be None or -1. It is the schedule of
+    then ``L / sqrt(max(n, 1))``. ``end_iter`` is not used. It is the schedule of
     "Attention Is All You Need" (Vaswani et al. 2017, section 5.3) with ``start_lr`` in place of the
     model-size factor.
 

@@ -58,7 +58,12 @@ class WarmupLRScheduler:
             cls.get_lr_warmup = cls.__dict__["get_lr_warmpup"]  # type: ignore[method-assign]
 
     def __init__(
-        self, optimizer: Any, start_lr: float, warmup_iter: int, end_iter: int | None, num_iter: int = 0
+        self,
+        optimizer: Any,
+        start_lr: float,
+        warmup_iter: int,
+        end_iter: int | None = None,
+        num_iter: int = 0,
     ) -> None:
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(f"optimizer must have param_groups, got {type(optimizer).__name__}")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
 
 from .._base.arguments import require_number
 
@@ -11,6 +14,23 @@ def check_group(group: Any) -> None:
     """Raises TypeError unless ``group`` is a dict with ``params``."""
     if not (isinstance(group, dict) and "params" in group):
         raise TypeError(f"param_group: expected a dict with 'params', got {group!r:.80}")
+    if isinstance(group["params"], nn.Module):
+        _refuse(type(group["params"]).__name__)
+
+
+def listed_parameters(params: Any) -> list[Any]:
+    """Returns parameters, with names or without, or groups as a list; TypeError for a model and other things."""
+    if isinstance(params, (Tensor, nn.Module, Mapping, str)) or not isinstance(params, Iterable):
+        _refuse(type(params).__name__)
+    items = list(params)
+    for item in items:
+        if not isinstance(item, (Tensor, tuple, dict)):
+            _refuse(f"a {type(params).__name__} with {type(item).__name__}")
+    return items
+
+
+def _refuse(got: str) -> NoReturn:
+    raise TypeError(f"params: expected parameters or group dicts, as of model.parameters(), got {got}")
 
 
 def check_not_negative(options: dict[str, Any], *names: str) -> None:

@@ -19,7 +19,7 @@ from ..global_var import num_losses
 from ._arrays import MASTER, take_changed_value, value_mark
 from ._grad_stats import check_overflow, forget_unsent, parameters_of
 from ._narrow import stored_shape
-from ._options import check_group
+from ._options import check_group, listed_parameters
 from ._stateful import StatefulOptimizer
 from ._updates import Journal, Update
 from .formulas import Part
@@ -71,11 +71,7 @@ class ShardedOptimizer(StatefulOptimizer):
         self._seen: dict[Tensor, tuple[int, int]] = {}
         self._early: set[int] = set()  # ids of parameters that this step has updated already
         self._formula.check(defaults)
-        if not isinstance(params, Iterable):
-            raise TypeError(
-                f"params: expected parameters or group dicts, as of model.parameters(), got {type(params).__name__}"
-            )
-        super().__init__(params, defaults)
+        super().__init__(listed_parameters(params), defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; missing options default to the constructor's.

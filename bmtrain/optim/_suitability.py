@@ -46,6 +46,14 @@ def require_steppable(optimizer: Any, lr_scheduler: Any) -> None:
         )
 
 
+def takes_set_to_none(optimizer: Any) -> bool:
+    """Whether ``zero_grad()`` has the argument of torch's optimizers, which wrappers of another one may lack."""
+    if getattr(optimizer, "_bmtrain_optimizer", False):
+        return True
+    kinds = {name: p.kind for name, p in inspect.signature(optimizer.zero_grad).parameters.items()}
+    return "set_to_none" in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
+
+
 def adopt_optimizer(optimizer: Any) -> None:
     """Lets an optimizer of torch over shards load states of whole parameters, and mark its own.
 

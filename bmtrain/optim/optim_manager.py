@@ -37,6 +37,7 @@ from ._state import load_optimizer_state, optimizer_state
 from ._suitability import (
     adopt_optimizer,
     require_steppable,
+    takes_set_to_none,
     warn_of_likely_mistakes,
     warn_of_uninitialised,
     warn_of_unsent_gradients,
@@ -248,6 +249,7 @@ class OptimManager:
         Args:
             set_to_none: drop them, as optimizers of torch do: their memory is free during the forward, and parameters
                 without a new gradient stay as they are; gradients of zeros are followed by momentum and weight decay.
+                A wrapper whose ``zero_grad()`` has no such argument decides itself.
         """
         if self._is_accumulating():
             return
@@ -255,7 +257,7 @@ class OptimManager:
             parameters_of(group for optimizer in self.optimizers for group in optimizer.param_groups)
         )
         for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=set_to_none)
+            optimizer.zero_grad(**({"set_to_none": set_to_none} if takes_set_to_none(optimizer) else {}))
 
     @opaque
     def clip_grad_norm(

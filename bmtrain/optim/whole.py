@@ -20,7 +20,7 @@ from .._ranks.objects import allgather_objects
 from ..parameter import whole_shape
 from ._arrays import MASTER, check_layout, layout_of, numbered_parameters, take_changed_value, value_mark
 from ._grad_stats import forget_unsent, parameters_of
-from ._options import check_group
+from ._options import check_group, listed_parameters
 from ._owners import Team, Transfer, is_here, owners_of
 from ._untraced import UntracedOptimizer
 
@@ -58,16 +58,13 @@ def whole_matrix(cls: type[torch.optim.Optimizer], params: Iterable[Any], **opti
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise TypeError(f"cls: expected a subclass of torch.optim.Optimizer, got {cls!r:.80}")
-    if isinstance(params, Tensor) or not isinstance(params, Iterable):
-        raise TypeError(
-            f"params: expected parameters or group dicts, as of model.parameters(), got {type(params).__name__}"
-        )
+    items = listed_parameters(params)
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
             f"cls: expected an optimizer that steps by gradients, got {cls.__name__}, whose step evaluates a closure"
         )
-    return WholeOptimizer(cls, params, options)
+    return WholeOptimizer(cls, items, options)
 
 
 class WholeOptimizer(UntracedOptimizer):
@@ -77,10 +74,7 @@ class WholeOptimizer(UntracedOptimizer):
     _keeps_whole_state = True
     owner_bytes = 0  # of whole gradients, in the last step
 
-    def __init__(
-        self, cls: type[torch.optim.Optimizer], params: Iterable[Any], options: dict[str, Any]
-    ) -> None:
-        items = list(params)
+    def __init__(self, cls: type[torch.optim.Optimizer], items: list[Any], options: dict[str, Any]) -> None:
         groups = list(map(_listed, items if items and isinstance(items[0], dict) else [{"params": items}]))
         self._members = _Members([_parameter(item) for group in groups for item in group["params"]])
         self._inner = cls([self._members.stand_in(group) for group in groups], **options)

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from .._engine.pipe_schedule import SCHEDULES
 from .._tools.table import table
-from .._tools.terminal import columns
+from .._tools.terminal import columns, output_file
 from .calibrate import measure_machine
 from .decoder import describe_config, gpt2
 from .describe import describe_module
@@ -199,7 +200,7 @@ def _add_ranks(policy: _Group) -> None:
 
 
 def _add_output(output: _Group) -> None:
-    output.add_argument("--json", type=Path, help="write the plan to this file as well")
+    output.add_argument("--json", type=output_file, help="write the plan to this file as well")
     output.add_argument(
         "--published", action="store_true", help="compare with the published 13B table instead"
     )
@@ -221,8 +222,25 @@ def run(arguments: argparse.Namespace) -> int:
     except (ValueError, OSError, ImportError) as error:
         if isinstance(error, BrokenPipeError):  # the reader of the output has seen enough
             raise
-        print(f"bmtrain plan: {error}", file=sys.stderr)
+        print(f"bmtrain plan: {_in_options(str(error))}", file=sys.stderr)
         return 2
+
+
+def _in_options(message: str) -> str:
+    """An error of the planner with options in place of the arguments of its functions."""
+    names = {field.name: field.name for field in dataclasses.fields(TrainingPolicy)}
+    names |= {f"{name}_size": name for name in ("tp", "pipe", "sp", "ep")}
+    names |= {"num_layers": "layers", "num_heads": "heads", "dim_model": "dim", "dim_head": "dim_head"}
+    names |= {"vocab_size": "vocab", "seq_len": "seq", "config": "config"}
+
+    def option(found: re.Match[str]) -> str:
+        name, value = found[1], found[2]
+        if name not in names:
+            return found[0]
+        return f"--{names[name].replace('_', '-')}" + (f" {value}" if value else "")
+
+    # The first word, words with underscores and those with a value; "parameters" may be a word of the sentence.
+    return re.sub(r"(^\w+(?=[: ])|\b\w+_\w+|\b\w+(?==\S))(?:='?(\w+)'?)?", option, message)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -362,8 +380,10 @@ def _model(arguments: argparse.Namespace) -> tuple[ModelDescription, int]:
     if arguments.config is not None:
         try:
             config = json.loads(arguments.config.read_text())
-        except json.JSONDecodeError as error:
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(f"--config: {arguments.config} is not JSON ({error})") from None
+        if not isinstance(config, dict):
+            raise ValueError(f"--config: expected a configuration (an object of JSON) in {arguments.config}")
         return describe_config(config, seq_len=arguments.seq, dtype=dtype), 1
     if arguments.module is not None:
         if arguments.dtype is not None:
@@ -395,7 +415,7 @@ def _build(place: str) -> Any:
         raise ValueError(f"--module: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    if not hasattr(module, name):
+    if not callable(getattr(module, name, None)):
         raise ValueError(f"--module: {path} has no function {name!r}")
     built = getattr(module, name)()
     leaves = tree_leaves(built[1:]) if isinstance(built, tuple | list) else []

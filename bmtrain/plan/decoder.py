@@ -152,7 +152,7 @@ def gpt2(
     require_integer("seq_len", seq_len, 1)
     if dim_head is None and dim_model % num_heads:
         raise ValueError(
-            f"num_heads: expected a divisor of dim_model = {dim_model}, got {num_heads}; or give dim_head (--dim-head)"
+            f"num_heads: expected a divisor of dim_model = {dim_model}, got {num_heads}; or give dim_head"
         )
     if attention not in ("fused", "whole"):
         raise ValueError(f"attention: expected 'fused' or 'whole', got {attention!r}")

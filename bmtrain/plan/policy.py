@@ -101,9 +101,10 @@ class TrainingPolicy:
             ("offload", not is_muon or self.offload in (0, 1), "0 or 1 with 'muon'"),
             ("parameters", self.parameters in ("device", "host"), "'device' or 'host'"),
             ("level", not on_host or self.level >= 2, "2 or 3 with parameters='host'"),
-            ("host_share", is_whole or (on_host and not disk), "1 without parameters='host', or with disk"),
+            ("host_share", is_whole or on_host, "1 without parameters='host'"),
+            ("host_share", is_whole or not disk, "1 with disk"),
             ("disk", set(disk) <= set(DISK), f"some of {', '.join(DISK)}"),
-            ("disk_share", disk or self.disk_share == 1, "disk as well, which it is a share of"),
+            ("disk_share", disk or self.disk_share == 1, "1 without disk"),
             ("host_share", 0 < self.host_share <= 1, "more than 0, and at most 1"),
             ("disk_share", 0 < self.disk_share <= 1, "more than 0, and at most 1"),
         ):

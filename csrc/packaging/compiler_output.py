@@ -23,6 +23,7 @@ class CompilerOutput:
     """
 
     _SILENCE = 5  # seconds
+    _SILENCE_OF_PIPE = 60
     _STATUS = re.compile(r"@compiled (\d+) (\d+) (.*)")
 
     def __init__(self, path: Path) -> None:
@@ -36,6 +37,8 @@ class CompilerOutput:
         sys.stdout.flush()
         self._began = self._told = time.monotonic()
         self._screen = os.dup(1)
+        is_seen = os.isatty(self._screen)
+        self._pause, self._silence = (2, self._SILENCE) if is_seen else (self._SILENCE_OF_PIPE,) * 2
         self._output, end = os.pipe()
         os.dup2(end, 1)
         os.close(end)
@@ -55,7 +58,7 @@ class CompilerOutput:
     def _read(self) -> None:
         rest = b""
         while True:
-            if not select.select([self._output], [], [], self._SILENCE)[0]:
+            if not select.select([self._output], [], [], self._silence)[0]:
                 self._tell()
                 continue
             data = os.read(self._output, 1 << 16)
@@ -76,7 +79,7 @@ class CompilerOutput:
         built = re.search(r" -o (\S+)", command)
         self._object = built[1] if built else command
         self._warnings.pop(self._object, None)
-        if self._done == self._all or time.monotonic() - self._told > 2:
+        if self._done == self._all or time.monotonic() - self._told > self._pause:
             self._tell()
 
     def _tell(self) -> None:

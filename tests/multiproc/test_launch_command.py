@@ -44,11 +44,11 @@ def test_launch(way: str, status: int, last: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_PROGRAM)
     (temporary := tmp_path / "temporary").mkdir()
-    command = [sys.executable, "-m", "bmtrain", "launch", "--nproc", "2", script, way, "--lr", "3"]
+    command = [sys.executable, "-m", "bmtrain", "launch", "--nproc", "2", script, way, "--nproc", "3"]
     done = run_process(command, environment={"TMPDIR": str(temporary)}, check=False)
     lines = done.stdout.strip().splitlines()
     assert done.returncode == status
-    assert f"rank 0 of 2, ['{way}', '--lr', '3']" in lines
+    assert f"rank 0 of 2, ['{way}', '--nproc', '3']" in lines  # also torchrun has options that begin so
     if last:
         assert lines[-1] == last
     assert len(lines) <= 3 and not list(temporary.iterdir())

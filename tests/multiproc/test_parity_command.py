@@ -66,6 +66,13 @@ def test_a_script_that_fails_ends_in_two_lines(tmp_path: Path, command: Command)
     ]
 
 
+@pytest.mark.slow
+def test_a_script_without_steps_is_refused(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "empty.py").write_text("")
+    status, said = command("--", str(tmp_path / "empty.py"))
+    assert status == 1 and said.endswith("expected a script with steps of an OptimManager, found none\n")
+
+
 def test_a_command_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
     script, folder, note = tmp_path / "script.py", tmp_path / "folder", tmp_path / "note"
     script.write_text(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from harness.adam_inputs import draw_gradients, parameters, step_with_nearest_ro
 from kernel_levels import same_bits
 from torch import nn
 
-from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer
+from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, whole_matrix
 from bmtrain.optim._updates import Update
 from bmtrain.optim.formulas import Part
 from bmtrain.optim.places.device import apply_by_torch
@@ -209,6 +210,24 @@ def test_parameters_may_come_in_any_form(cls: Any) -> None:
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
         assert len(optimizer.state) == 3
+
+
+@pytest.mark.parametrize("cls", [*BOTH, partial(whole_matrix, torch.optim.AdamW)])
+@pytest.mark.parametrize(
+    ("params", "got"),
+    [
+        (nn.Linear(2, 2), "Linear"),
+        (nn.Sequential(nn.Linear(2, 2)), "Sequential"),
+        ([nn.Linear(2, 2)], "a list with Linear"),
+        ([{"params": nn.Sequential(nn.Linear(2, 2))}], "Sequential"),
+        (nn.Linear(2, 2).state_dict(), "OrderedDict"),
+        (nn.Parameter(torch.ones(2)), "Parameter"),
+        (None, "NoneType"),
+    ],
+)
+def test_a_model_is_no_list_of_parameters(cls: Any, params: Any, got: str) -> None:
+    with pytest.raises(TypeError, match=rf"as of model.parameters\(\), got {got}$"):
+        cls(params)
 
 
 @pytest.mark.parametrize("cls", BOTH)

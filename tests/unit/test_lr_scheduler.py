@@ -64,15 +64,16 @@ def test_first_noam_step_uses_rate_zero() -> None:  # BC-51
 @pytest.mark.parametrize("cls", [Noam, NoDecay, Exponential])
 @pytest.mark.parametrize("end", [None, -1])
 def test_schedules_without_an_end_take_none(cls: type[WarmupLRScheduler], end: int | None) -> None:
-    scheduler = cls(sgd(), BASE, 2, end)
-    scheduler.step(50)
-    assert scheduler.current_lr > 0
+    for scheduler in (cls(sgd(), BASE, 2, end), cls(sgd(), BASE, 2)):
+        scheduler.step(50)
+        assert scheduler.current_lr > 0
 
 
 @pytest.mark.parametrize("cls", [Linear, Cosine])
 def test_schedules_with_an_end_refuse_none_at_construction(cls: type[WarmupLRScheduler]) -> None:
-    with pytest.raises(ValueError, match="end_iter"):
-        cls(sgd(), BASE, 2, None)
+    for end in ((None,), ()):
+        with pytest.raises(ValueError, match=f"{cls.__name__} needs end_iter"):
+            cls(sgd(), BASE, 2, *end)
 
 
 def test_jump_and_start_in_the_middle() -> None:

@@ -136,6 +136,20 @@ def test_an_optimizer_that_wraps_another_one() -> None:
     assert p.tolist() == pytest.approx([0.05, 0.05])
 
 
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_a_wrapper_whose_zero_grad_has_no_argument(set_to_none: bool) -> None:
+    class OldSlowWeights(SlowWeights):
+        def zero_grad(self) -> None:  # type: ignore[override]
+            self.optimizer.zero_grad()
+
+    p = torch.nn.Parameter(torch.ones(2))
+    manager = OptimManager()
+    manager.add_optimizer(OldSlowWeights(torch.optim.SGD([p], lr=0.5)))
+    p.grad = torch.ones(2)
+    manager.zero_grad(set_to_none=set_to_none)
+    assert p.grad is None
+
+
 def test_an_owned_scale_gives_way_and_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bmt._base.deprecate, "_seen", set())
     optimizer = torch.optim.SGD(parameters(), lr=0.1)

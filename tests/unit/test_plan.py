@@ -535,10 +535,13 @@ def test_time_and_memory_with_blocks_on_the_host_are_near_those_of_a_card() -> N
             "disk: expected parameters='host', or 'parameters' on",
         ),
         ({"parameters": "disk"}, "parameters: expected 'device' or 'host', got 'disk'"),
-        ({"host_share": 0.5, "parameters": "device"}, "host_share: expected 1 without parameters='host'"),
+        (
+            {"host_share": 0.5, "parameters": "device"},
+            "host_share: expected 1 without parameters='host', got",
+        ),
         (
             {"host_share": 0.5, "disk": ("optimizer",)},
-            "host_share: expected 1 without parameters='host', or with",
+            "host_share: expected 1 with",
         ),
         ({"host_share": 0}, "host_share: expected more than 0, and at most 1, got 0"),
     ],
@@ -803,7 +806,17 @@ def test_this_machine_is_measured_in_what_blocks_compute_in(
         (["--set", "efficiency=3"], "--set efficiency=3: efficiency: expected"),
         (["--config", "/nowhere/config.json"], "/nowhere/config.json"),
         (["--module", "/nowhere/model.py:build"], "of a file that exists"),
-        (["--dim", "100", "--heads", "3"], "expected a divisor of dim_model = 100, got 3"),
+        (["--config", "list.json"], "--config: expected a configuration"),
+        (["--config", "bytes.json"], "--config: bytes.json is not JSON"),
+        (["--module", "numbers.py:LAYERS"], "numbers.py has no function 'LAYERS'"),
+        (
+            ["--dim", "100", "--heads", "3"],
+            "--heads: expected a divisor of --dim = 100, got 3; or give --dim-head",
+        ),
+        (["--host-share", "0.5", "--disk"], "--host-share: expected 1 with disk, got 0.5"),
+        (["--disk-share", "0.5"], "--disk-share: expected 1 without disk, got 0.5"),
+        (["--parameters", "host", "--level", "1"], "--level: expected 2 or 3 with --parameters host, got 1"),
+        (["--vertical", "--pipe", "2"], "--vertical: expected --pipe 1, got 2"),
         (["--scale", "nowhere", "--layers", "4"], "models of its own (1.3B to 1T); leave out --layers"),
         (["--scale", "64"], "--scale: expected a folder that exists, for the pictures, got '64'"),
         (["--scale", ".", "--json", "a"], "leave out --json"),
@@ -820,12 +833,19 @@ def test_this_machine_is_measured_in_what_blocks_compute_in(
         (["--fit"], "without --published; leave out --fit"),
         (["--num-micro-batches", "4"], "without --pipe; leave out --num-micro-batches"),
         (["--schedule", "1f1b"], "without --pipe; leave out --schedule"),
-        (["--tp", "3"], "multiple of tp_size"),
+        (["--tp", "3"], "multiple of --tp * --pipe * --sp = 3 * 1 * 1"),
     ],
 )
 def test_a_wrong_option_gets_one_sentence(
-    options: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+    options: list[str],
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    for name, content in (("list.json", b"[]"), ("bytes.json", b"\xd6"), ("numbers.py", b"LAYERS = 3")):
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.chdir(tmp_path)
     assert main(["plan", *options]) == 2
     told = capsys.readouterr()
     assert told.out == ""
