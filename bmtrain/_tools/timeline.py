@@ -55,16 +55,21 @@ def run(arguments: argparse.Namespace) -> int:
         summary = summarize(spans)
         trace = directory / "trace.json"
         trace.write_text(json.dumps(merge(spans)))
-        written = [str(trace)]
+        written, missing = [str(trace)], ""
         if not arguments.no_png:
             picture = directory / "timeline.png"
-            _draw(spans, picture, arguments.step)
-            written.append(str(picture))
-    except (ValueError, OSError, ImportError) as error:
+            try:
+                _draw(spans, picture, arguments.step)
+                written.append(str(picture))
+            except ImportError as error:
+                missing = str(error)
+    except (ValueError, OSError) as error:
         print(f"bmtrain timeline: {error}", file=sys.stderr)
         return 2
     print(summary)
     print(f"written: {', '.join(written)}")
+    if missing:
+        print(f"bmtrain timeline: no picture: {missing}", file=sys.stderr)
     return 0
 
 

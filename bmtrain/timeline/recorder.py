@@ -29,7 +29,7 @@ from .._engine.phase import Phase
 from .._ranks.context import current
 from ..global_var import context
 from .summary import Summary, summarize
-from .trace import Span, write_trace
+from .trace import Span, make_folder, write_trace
 
 __all__ = ["Timeline", "record", "record_from_environment"]
 
@@ -118,10 +118,13 @@ class Timeline(Observer):
 
         Raises:
             RuntimeError: another one is running, or bmtrain is not initialized.
+            OSError: the directory cannot be made or written to.
         """
         engine = current_engine(context("timeline.record"))
         if engine.observer is not None or self.is_running:
             raise RuntimeError("timeline: a recording is running already; stop it first")
+        if self._directory is not None:
+            make_folder(self._directory)
         self.is_running = True
         self._rank = context().topology.rank
         self._began = time.time()
@@ -292,7 +295,7 @@ def record_from_environment() -> None:
     """Starts a recording if ``BMTRAIN_TIMELINE`` names a directory; it ends after ``BMTRAIN_TIMELINE_STEPS`` steps.
 
     Raises:
-        ValueError: the number of steps is not a number.
+        ValueError: the number of steps is not a number, or the directory cannot be written to.
     """
     directory = os.environ.get("BMTRAIN_TIMELINE")
     if not directory:
@@ -302,5 +305,11 @@ def record_from_environment() -> None:
         raise ValueError(
             f"environment variable BMTRAIN_TIMELINE_STEPS: expected a number of steps, got {given!r}"
         )
-    timeline = Timeline(int(given), skip=_LEARNING_STEPS, directory=directory).start()
+    try:
+        timeline = Timeline(int(given), skip=_LEARNING_STEPS, directory=directory).start()
+    except OSError as error:
+        raise ValueError(
+            f"environment variable BMTRAIN_TIMELINE: expected a folder to write to, got {directory!r} "
+            f"({error.strerror})"
+        ) from None
     atexit.register(timeline.stop)  # a run that ends before

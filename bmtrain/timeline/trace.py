@@ -7,7 +7,9 @@ with it and with each other.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,6 +60,17 @@ def trace_events(spans: Iterable[Span], rank: int) -> Iterator[dict[str, Any]]:
             yield {**event, "ph": "e", "id": number, "ts": end}
         else:
             yield {**event, "ph": "X", "ts": begin, "dur": end - begin}
+
+
+def make_folder(directory: Path) -> None:
+    """Makes the folder of a recording before it begins, rather than fail at its end.
+
+    Raises:
+        OSError: it cannot be made or written to.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    if not os.access(directory, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
 
 
 def write_trace(directory: Path, spans: Sequence[Span], rank: int, began: float = 0.0) -> None:

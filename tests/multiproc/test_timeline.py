@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import sys
 import weakref
 from pathlib import Path
 
@@ -180,6 +181,34 @@ def test_the_environment_starts_a_recording(tmp_path: Path) -> None:
     spans = read_traces(tmp_path)
     assert sorted(spans) == [0, 1]
     assert len(of(spans[1], "step")) == 2
+
+
+def init_with_a_file_as_the_directory() -> str:
+    with pytest.raises(ValueError) as caught:
+        bmt.init_distributed()
+    return str(caught.value)
+
+
+def test_a_file_is_no_directory_for_recordings(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    environment = {"BMTRAIN_TIMELINE": str(tmp_path / "file" / "out")}
+    for said in run_ranks(
+        2, init_with_a_file_as_the_directory, environment=environment, fresh=True, init=False
+    ):
+        assert "BMTRAIN_TIMELINE: expected a folder to write to" in said and "Not a directory" in said
+
+
+def test_the_summary_needs_no_matplotlib(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_trace(tmp_path, [Span("step", "step", 0.0, 1.0)], rank=0)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["timeline", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert "slowest rank: 0" in said.out
+    assert said.err == (
+        "bmtrain timeline: no picture: drawing needs matplotlib: pip install matplotlib, or pass --no-png\n"
+    )
 
 
 def keep_a_recording() -> bool:
