@@ -125,8 +125,8 @@ def _compare(losses: list[Tensor]) -> None:
             f"OptimManager: the losses of all {ctx.topology.world_size} ranks were equal bit for bit in the first "
             f"{_NUM_COMPARED} backwards, as if all trained on the same samples. bmtrain.data.loader(dataset, "
             "batch_size, seed) gives each rank its own. (All ranks are seeded alike: DataLoader(shuffle=True) and "
-            "torch.randint draw the same on each. A loss over the results of all ranks, by all_gather, is the same on "
-            "each, too: multiply it by bmtrain.world_size(), as its backward takes a rank's own slice.)",
+            "torch.randint draw the same on each. A loss over all ranks' results, by all_gather, is the same on each, "
+            "too: multiply it by bmtrain.world_size(), and apply a learnt temperature before the gather.)",
             stacklevel=4,
             category=UserWarning,
         )
