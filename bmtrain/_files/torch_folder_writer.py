@@ -94,7 +94,11 @@ class _Written:
 def write_part(
     folder: Path, rank: int, world_size: int, parts: Iterable[Part], values: Mapping[Path_, Any]
 ) -> _Written:
-    """Writes the file of one rank; the result can be pickled, and is for :func:`write_table`."""
+    """Writes the file of one rank; the result can be pickled, and is for :func:`write_table`.
+
+    Raises:
+        OSError: the file cannot be written, for example to a full disk.
+    """
     items: list[WriteItem] = []
     reads: dict[MetadataIndex, Callable[[], Any]] = {}
     paths: dict[str, Path_] = {}
@@ -114,7 +118,13 @@ def write_part(
     plans = [SavePlan([]) for _ in range(world_size)]
     plans[rank] = writer.prepare_local_plan(SavePlan(items))
     plan = writer.prepare_global_plan(plans)[rank]
-    return _Written(paths, items, writer.write_data(plan, _Planner(reads)).wait())
+    try:
+        results = writer.write_data(plan, _Planner(reads)).wait()
+    except RuntimeError as error:  # torch fails to complete the file that it could not write
+        if isinstance(error.__context__, OSError):
+            raise OSError(error.__context__.errno, error.__context__.strerror, str(folder)) from None
+        raise
+    return _Written(paths, items, results)
 
 
 def write_table(folder: Path, written: Iterable[_Written]) -> None:

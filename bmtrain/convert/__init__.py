@@ -173,7 +173,12 @@ def _to_torch_folder(source: Source, folder: Path, read: Callable[[str], torch.T
         dtype, shape = source.table[first]
         reading = partial(read if name == first else source.read, first)
         parts.append(Part(("model", name), dtype, shape, (0,) * len(shape), shape, reading))
-    write_table(folder, [write_part(folder, 0, 1, parts, {})])
+    try:
+        write_table(folder, [write_part(folder, 0, 1, parts, {})])
+    except Exception:
+        for file in folder.glob("__0_*.distcp"):
+            file.unlink()
+        raise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -608,6 +609,22 @@ def test_a_save_that_fails_on_one_rank_leaves_no_files(tmp_path: Path) -> None:
     for text in run_ranks(2, save_where_one_cannot_write, str(folder)):
         assert "__1_0.distcp" in text
     assert [path.name for path in folder.iterdir()] == ["__1_0.distcp"]
+
+
+def save_to_a_full_disk(folder: str) -> str:
+    if bmt.rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    model = bmt.nn.Linear(600, 600)
+    bmt.init_parameters(model)
+    with pytest.raises(OSError) as caught:
+        bmt.dcp.save(folder, model)
+    return str(caught.value)
+
+
+def test_a_full_disk_is_an_error_of_all_ranks(tmp_path: Path) -> None:
+    for text in run_ranks(2, save_to_a_full_disk, str(tmp_path / "run"), fresh=True):
+        assert "File too large" in text
+    assert not list((tmp_path / "run").iterdir())
 
 
 def save_factored(folder: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import zipfile
 from pathlib import Path
@@ -342,6 +343,24 @@ def test_a_conversion_that_fails_leaves_what_was_there_or_nothing(
     else:
         convert(tmp_path / target, tmp_path / "kept.pt")
         assert_same(torch.load(tmp_path / "kept.pt"), torch.load(tmp_path / "a.pt"))
+
+
+@pytest.mark.parametrize(("target", "kind"), TARGETS)
+def test_a_full_disk_ends_in_one_line(
+    target: str, kind: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A limit on the size of files stands for the disk."""
+    torch.save({"first": torch.ones(300, 1000)}, tmp_path / "a.pt")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, limits[1]))
+    try:
+        kinds = ["--to", kind] if kind else []
+        status = main(["convert", str(tmp_path / "a.pt"), str(tmp_path / target), *kinds])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    told = capsys.readouterr().err
+    assert status == 1 and "File too large" in told and len(told.splitlines()) == 1
+    assert not [path for path in (tmp_path / target).rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize("options", [[], ["--max-shard-size", "12"]], ids=["one", "several"])
