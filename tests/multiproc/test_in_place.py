@@ -232,12 +232,15 @@ def test_what_a_forward_writes_stays_with_its_rank() -> None:
     run_ranks(2, writes_into_what_is_gathered)
 
 
+LONG = (3 << 20) + 5  # elements of a buffer that ends within a page
+
+
 class ScribblerAtTheEnd(bmt.DistributedModule):
     """Writes to the end of what is gathered, some megabytes behind its beginning."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = bmt.DistributedParameter(torch.arange(3 << 20, dtype=torch.float32))
+        self.weight = bmt.DistributedParameter(torch.arange(LONG, dtype=torch.float32))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -255,7 +258,7 @@ def writes_to_the_end() -> list[float]:
         found.append(block(torch.ones(())).item())
         del block  # while it is gathered for a backward
         gc.collect()
-    return [value - (3 << 20) for value in found]
+    return [value - LONG for value in found]
 
 
 def test_what_a_forward_writes_is_gone_with_its_use_of_the_memory() -> None:
