@@ -245,3 +245,33 @@ def gradient_on_one_rank() -> None:
 
 def test_a_function_may_return_no_gradient_on_some_ranks() -> None:
     run_ranks(2, gradient_on_one_rank)
+
+
+class Branches(bmt.DistributedModule):
+    """Two weights, of which a forward uses those that it is told."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.a, self.b = (bmt.DistributedParameter(torch.ones(size, size)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, used: str) -> torch.Tensor:
+        return sum((x @ getattr(self, name) for name in used), x)
+
+
+def gradients_of_branches(size: int, sets_to_none: bool) -> list[list[float]]:
+    block = bmt.Block(Branches(size), use_checkpoint=False)
+    found = []
+    for used in ("ab", "ab", "ab"[bmt.rank()], "ab"[1 - bmt.rank()]):
+        block.zero_grad(set_to_none=sets_to_none)
+        block(torch.full((2, size), 1.0 + bmt.rank()), used).sum().backward()
+        found.append([full_gradient(p).unique().tolist() for p in block.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("size", [60, 700], ids=["small", "large"])
+@pytest.mark.parametrize("sets_to_none", [True, False])
+def test_parameters_that_a_rank_does_not_use_get_the_gradients_of_others(
+    size: int, sets_to_none: bool
+) -> None:
+    both, own, others = [[6.0], [6.0]], [[2.0], [4.0]], [[4.0], [2.0]]
+    assert run_ranks(2, gradients_of_branches, size, sets_to_none) == [[both, both, own, others]] * 2
