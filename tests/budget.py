@@ -23,7 +23,7 @@ PYTHON = {
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5731),
     "files": ("_files dcp distributed store weights", 4687),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_344),
-    "survive": ("_survive survive", 2759),
+    "survive": ("_survive survive", 2763),
     "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 14_068),
 }
 CORE = {

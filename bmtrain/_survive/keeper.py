@@ -7,6 +7,7 @@ A copy is updated in a thread, beside the next forward and backward; nothing els
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -117,7 +118,7 @@ class Keeper:
 
     def _share(self, ctx: Context) -> None:
         """Maps the memory of the ward, see [Note: Shared shards]. Collective."""
-        is_moved = self.ward is None or not self.ward.is_in_place()
+        is_moved = self.ward is None or not self.ward.is_in_place(self.optimizers())
         if largest([int(is_moved)], "copies", host_comm(ctx))[0]:
             self.leave()
             shared = SharedWard(ctx, self.optimizers(), self.ring)
@@ -308,7 +309,10 @@ class Keeper:
 def check_reads(ctx: Context, optimizers: Sequence[ShardedOptimizer]) -> None:
     """Refuses parameters outside Blocks of which there is no copy."""
     known = {p._number for p in all_parameters(ctx, optimizers)}
-    for number, p in sorted(current_engine(ctx).reads.outside.items()):
+    outside = current_engine(ctx).reads.outside
+    if not known.issuperset(outside):
+        gc.collect()  # of an earlier model of this process
+    for number, p in sorted(outside.items()):
         if number not in known:
             raise ValueError(
                 f"survive: expected all parameters outside Blocks in an optimizer of the manager, frozen ones "

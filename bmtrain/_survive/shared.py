@@ -147,9 +147,9 @@ class SharedWard:
         pieces = zip(self._arrays, places.first_pieces, strict=True)
         return {p: first for (of, p, _), first in pieces if of == number}
 
-    def is_in_place(self) -> bool:
-        """Whether shards and state of this rank are where `meet` has put them, and updates of them are recorded."""
-        if any(optimizer._journal is None for optimizer in self._optimizers):
+    def is_in_place(self, optimizers: Sequence[ShardedOptimizer]) -> bool:
+        """Whether shards and state of the job's optimizers are where `meet` has put them, and updates are recorded."""
+        if [*optimizers] != [*self._optimizers] or any(o._journal is None for o in optimizers):
             return False
         if not self.is_current() or _shapes_of(arrays_of(self._optimizers)) != _shapes_of(self._arrays):
             return False

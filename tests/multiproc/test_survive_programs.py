@@ -277,3 +277,40 @@ def test_an_update_is_complete_with_all_pieces_of_its_parameters(missing: int | 
     ward._ward = SimpleNamespace(first_pieces=first_pieces)
     expected = set() if missing is None else {(0, 10), (0, 11), (0, 12)}
     assert ward._updates_left(journal.view(torch.uint8)) == expected
+
+
+def one_model_after_the_other(dies: bool, in_blocks: bool) -> list[dict[str, torch.Tensor]]:
+    """A sweep: each model with a manager of its own. Rank 1 is lost while the second one trains."""
+    found, dies = [], dies and bmt.rank() == 1
+    for trial in range(2):
+        torch.manual_seed(trial)
+        layers = [torch.nn.Linear(6, 6) for _ in range(2)]
+        plain = torch.nn.ModuleList(layers) if in_blocks else torch.nn.Sequential(*layers)
+        model = bmt.BMTrainModelWrapper(torch.nn.ModuleDict({"layers": plain}))
+        manager = bmt.optim.OptimManager()
+        manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=0.05))
+        for step in range(3):
+            batch = torch.randn(SHARDS, 6, generator=torch.Generator().manual_seed(step))
+            manager.zero_grad()
+            for shard in bmt.virtual_shards(step):
+                x = shard.of(batch)
+                for layer in model["layers"]:
+                    x = torch.tanh(layer(x))
+                if dies and trial == 1 and step == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                manager.backward(x.square().mean())
+            manager.step()
+        found.append(model.state_dict())
+        del model, manager
+    return found
+
+
+@pytest.mark.parametrize("in_blocks", [True, False])
+def test_a_second_model_is_protected_too(in_blocks: bool) -> None:
+    expected = run_ranks(RANKS, one_model_after_the_other, False, in_blocks, init=INIT, fresh=True)[0]
+    init = {"virtual_shards": SHARDS, "survive": 1}
+    outcomes = rank_outcomes(3, one_model_after_the_other, True, in_blocks, init=init, fresh=True)
+    assert [outcome.status is Status.RETURNED for outcome in outcomes] == [True, False, True]
+    for values in (outcomes[0].value, outcomes[2].value):
+        for one, other in zip(values, expected, strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in other)
