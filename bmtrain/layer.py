@@ -188,7 +188,7 @@ def _read(module: torch.nn.Module, param: DistributedParameter, name: str) -> to
     is_shard = (  # in a Block, to code that no forward runs, and no `torch.utils.checkpoint` again
         owner is not None
         and owner() is not None
-        and current_engine(context()).reads.innermost is None
+        and not ((reads := current_engine(context()).reads).innermost or reads.in_step)
         and not (torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1)
         and module.__dict__.get(OWNER) is owner
     )

@@ -19,7 +19,7 @@ import bmtrain
 
 ROOT = Path(bmtrain.__file__).resolve().parents[1]
 #: Ceilings. A commit that raises one gives the reason in its message.
-FILES, LINES = 14, 2998
+FILES, LINES = 14, 3000
 #: Files of the core before a transport, by folder; features that no plain call uses are left out (shards in memory of
 #: the host, data and memory that come from elsewhere, other ways of a reduction, virtual shards, dropped gradients),
 #: and the layout, which is computed when a Block is built. The ceilings hold the files of a call on GPUs; a call on

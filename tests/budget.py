@@ -19,12 +19,12 @@ PYTHON = {
     "watch": ("_watch", 1972),
     "ranks": ("_ranks global_var nccl synchronize utils", 4211),
     "shards": ("_shards parameter", 2056),
-    "engine": ("_engine", 8813),
+    "engine": ("_engine", 8815),
     "model": ("_model block_layer layer loss nn param_init pipe_layer wrapper zero_context", 5731),
     "files": ("_files dcp distributed store weights", 4687),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_344),
     "survive": ("_survive survive", 2763),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 14_068),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 14_095),
 }
 CORE = {
     "bindings": (". bindings ops", 1429),

@@ -5,11 +5,11 @@ The outermost forward of a distributed module, and each run of a block's forward
 in a scope gathers all small parameters below the scope's module that no Block holds, in one message for each dtype and
 group of ranks. One autograd node returns them, and its backward sums all their gradients in one message. A parameter
 read again in the same scope is the same tensor, so its gradients add before the reduction. The gathered set depends on
-the modules alone, never on the code that a rank runs, so all ranks send the same messages. Large parameters are
-gathered one by one when they are read; parameters read more than once (tied weights) stay until the scope's end.
+the modules alone, so all ranks send the same messages. Large parameters are gathered one by one when they are read;
+parameters read more than once (tied weights) stay until the scope's end.
 
 A block's run is a scope of its own because its nodes must lie inside its island, and in backward it runs again. A
-parameter of a block that does not run is gathered by itself when a forward outside of the block reads it.
+parameter of a block that does not run is gathered by itself when a forward outside of it reads it, or a trainer's step.
 """
 
 from __future__ import annotations
@@ -52,12 +52,14 @@ class Reads:
 
     Attributes:
         innermost: the scope of the innermost running forward.
+        in_step: whether a trainer runs the code of a step.
         uninitialised: parameters without values.
         check_call: called before a forward that no other one encloses, with its module and arguments.
     """
 
     def __init__(self) -> None:
         self.innermost: Scope | None = None
+        self.in_step = False
         self.uninitialised = Uninitialised()
         self.check_call: Callable[..., None] | None = None
         self.outside: weakref.WeakValueDictionary[int, DistributedParameter] = weakref.WeakValueDictionary()

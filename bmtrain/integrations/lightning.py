@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ..optim._suitability import adopt_optimizer
 from ..optim.clip_grad import clip_gradients
 from ..store import DistributedStateDictWrapper
 from .loss_scale import SharedScaler
-from .sharding import shard_model
+from .sharding import shard_model, step_with_whole_parameters
 
 __all__ = ["BMTrainFabricStrategy", "BMTrainStrategy"]
 
@@ -108,10 +109,16 @@ def _load_whole(model: torch.nn.Module, state: Mapping[str, Any], strict: bool) 
     model.load_state_dict(DistributedStateDictWrapper(state), strict=strict)
 
 
-class _ClipsShards:
-    """Part of a precision plugin that clips by the norm over all ranks."""
+class _OfShards:
+    """Part of a precision plugin: steps read whole parameters, and gradients are clipped by the norm over all ranks."""
 
     main_params: Any
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        outer: Any = super()
+        with outer.forward_context(), step_with_whole_parameters():
+            yield
 
     def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         clip_gradients(self.main_params(optimizer), clip_val)
@@ -170,8 +177,8 @@ class BMTrainStrategy(TrainerDDP):  # type: ignore[misc]
                 adopt_optimizer(optimizer)
         self.setup_precision_plugin()
         plugin = self.precision_plugin
-        if not isinstance(plugin, _ClipsShards):
-            plugin.__class__ = type(type(plugin).__name__, (_ClipsShards, type(plugin)), {})
+        if not isinstance(plugin, _OfShards):
+            plugin.__class__ = type(type(plugin).__name__, (_OfShards, type(plugin)), {})
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Backpropagates the mean of the ranks' losses."""

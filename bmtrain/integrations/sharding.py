@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,18 @@ from ..optim._state import load_optimizer_state
 from ..parameter import DistributedParameter
 from ..wrapper import BMTrainModelWrapper
 
-__all__ = ["plain_tensors", "shard_model"]
+__all__ = ["plain_tensors", "shard_model", "step_with_whole_parameters"]
+
+
+@contextmanager
+def step_with_whole_parameters() -> Iterator[None]:
+    """Parameters of Blocks read as full tensors in the code of a trainer's step too, not in forwards alone."""
+    reads = current_engine(context()).reads
+    outer, reads.in_step = reads.in_step, True
+    try:
+        yield
+    finally:
+        reads.in_step = outer
 
 
 def plain_tensors(model: torch.nn.Module) -> list[torch.Tensor]:

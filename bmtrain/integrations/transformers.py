@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from ..global_var import config
 from ..init import init_distributed
 from ..wrapper import BMTrainModelWrapper
 from .accelerate import Accelerator
-from .sharding import shard_model
+from .sharding import shard_model, step_with_whole_parameters
 
 __all__ = ["Seq2SeqTrainer", "Trainer", "from_pretrained"]
 
@@ -102,6 +104,12 @@ class Trainer(transformers.Trainer):
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = Accelerator  # the trainer makes its own; the subclass adds no state
         self.accelerator.adopt()
+
+    @contextmanager
+    def compute_loss_context_manager(self) -> Iterator[None]:
+        """A ``compute_loss`` of a subclass reads whole parameters."""
+        with super().compute_loss_context_manager(), step_with_whole_parameters():
+            yield
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

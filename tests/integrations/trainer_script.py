@@ -78,6 +78,18 @@ def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch
     )
 
 
+def penalising(trainer: Any, is_used: bool) -> Any:
+    """A subclass whose loss has the norm of a layer's weight as a term."""
+
+    class Penalising(trainer):
+        def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            found = super().compute_loss(model, *args, **kwargs)
+            penalty = 0.1 * model.model.layers[1].mlp.up_proj.weight.norm()
+            return (found[0] + penalty, *found[1:]) if isinstance(found, tuple) else found + penalty
+
+    return Penalising if is_used else trainer
+
+
 def stops() -> Any:
     """A callback that ends the training after 7 steps."""
 
@@ -97,6 +109,7 @@ VARIANTS: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any]]] = 
     "checkpointing": (llama, {"gradient_checkpointing": True}, {}),
     "label-smoothing": (llama, {"label_smoothing_factor": 0.1}, {}),
     "own-loss": (llama, {}, {"compute_loss_func": own_loss}),
+    "penalty": (llama, {}, {}),
     "best": (llama, {"load_best_model_at_end": True, "metric_for_best_model": "loss"}, {}),
     "callback": (llama, {}, {"callbacks": [stops]}),
     "cosine-sgd": (llama, {"lr_scheduler_type": "cosine", "optim": "sgd", "learning_rate": 0.1}, {}),
@@ -172,7 +185,7 @@ def train(name: str, kind: str, folder: Path, resume: bool) -> list[dict[str, An
     transformers.set_seed(2)
     model = None if "model_init" in extra else make()
     data = dataset(name)
-    trainer = (trainers.Seq2SeqTrainer if seq2seq else trainers.Trainer)(
+    trainer = penalising(trainers.Seq2SeqTrainer if seq2seq else trainers.Trainer, name == "penalty")(
         model=model, args=args, train_dataset=data, eval_dataset=data[:24], **extra
     )
     if args.fp16:
