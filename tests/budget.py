@@ -24,7 +24,7 @@ PYTHON = {
     "files": ("_files dcp distributed store weights", 4687),
     "training": ("accumulate backward data init inspect memory optim timeline virtual", 10_344),
     "survive": ("_survive survive", 2763),
-    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 14_095),
+    "tools": ("__init__ __main__ _C _tools benchmark convert cpu_run integrations plan", 14_094),
 }
 CORE = {
     "bindings": (". bindings ops", 1429),

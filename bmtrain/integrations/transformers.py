@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +104,11 @@ class Trainer(transformers.Trainer):
         self.accelerator.__class__ = Accelerator  # the trainer makes its own; the subclass adds no state
         self.accelerator.adopt()
 
-    @contextmanager
-    def compute_loss_context_manager(self) -> Iterator[None]:
+    def compute_loss_context_manager(self) -> ExitStack:
         """A ``compute_loss`` of a subclass reads whole parameters."""
-        with super().compute_loss_context_manager(), step_with_whole_parameters():
-            yield
+        stack = super().compute_loss_context_manager()
+        stack.enter_context(step_with_whole_parameters())  # and leaves with the rest of the stack
+        return stack
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
