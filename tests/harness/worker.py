@@ -152,6 +152,8 @@ def _reset(environment: dict[str, str], directory: str) -> None:
     torch.manual_seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
+    if "bmtrain.nn.sequence" in sys.modules:
+        sys.modules["bmtrain.nn.sequence"].whole_sequences()
 
 
 def _on_host(value: Any) -> Any:

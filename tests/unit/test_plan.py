@@ -706,7 +706,7 @@ def test_command_knows_parameters_that_travel_in_16_bits(
     assert content["policy"]["gather_dtype"] == "bfloat16"
     assert main(["plan", "--module", module, "--gather-dtype", "float16", "--choose"]) == 0
     assert main(["plan", "--module", module, "--gather-dtype", "float16", "--level", "0"]) == 2
-    assert "gather_dtype: at level 0 nothing is gathered" in capsys.readouterr().err
+    assert "--gather-dtype: at level 0 nothing is gathered" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("by_config", [False, True])
@@ -1076,7 +1076,7 @@ def test_vertical_order_reads_parameters_twice_a_step() -> None:
 def test_what_drives_cannot_hold_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for options, words in (
         ({"disk": ("state",)}, "disk: expected some of parameters, gradients, optimizer, got state"),
-        ({"disk_share": 0.5}, "disk_share: expected disk as well"),
+        ({"disk_share": 0.5}, "disk_share: expected 1 without disk, got 0.5"),
         (
             {"disk": ("optimizer",), "disk_share": 0.0},
             "disk_share: expected more than 0, and at most 1, got 0.0",
