@@ -23,7 +23,7 @@ class CompilerOutput:
     """
 
     _SILENCE = 5  # seconds
-    _SILENCE_OF_PIPE = 10
+    _SILENCE_OF_PIPE = 8
     _STATUS = re.compile(r"@compiled (\d+) (\d+) (.*)")
 
     def __init__(self, path: Path) -> None:

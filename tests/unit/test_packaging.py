@@ -374,7 +374,7 @@ def test_the_build_says_how_far_it_is_and_keeps_warnings(
     assert (
         "compiling: 2 of 2 files" in told and "a.cpp:1: warning: unused" in told and "@compiled" not in told
     )
-    assert told.count("compiling:") == 1  # a pipe gets a line every ten seconds, and the last one
+    assert told.count("compiling:") == 1  # a pipe gets a line every eight seconds, and the last one
     assert list(build("ninja: no work to do.")) == ["a.o"]
     assert build(first) == {}
 
