@@ -60,7 +60,7 @@ class Drive:
         self.copy(self.folder, self.cuts / f"{number:03d}, rank {bmt.rank()}, {kind}", kind)
 
     def copy(self, folder: Path, to: Path, kind: str) -> None:
-        """Names that were not synced may have reached the drive, or not; of contents nothing is hoped."""
+        """Names that were not synced may have reached the drive, or not; contents that were not synced are lost."""
         to.mkdir()
         files = files_in(folder)
         if kind == "names synced":

@@ -180,9 +180,8 @@ class Micro:
     with_others: bool = False  # what layers return besides is in the loss
     evaluate_before: bool = False
     evaluate_between: bool = False  # forward and backward
-    reads: tuple[
-        tuple[int, int, str], ...
-    ] = ()  # position in the order before which, layer, and parameter of it
+    #: Reads by the model: the position in the order before which, the layer, and the parameter of it.
+    reads: tuple[tuple[int, int, str], ...] = ()
 
 
 @dataclass(frozen=True)
